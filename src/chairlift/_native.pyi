@@ -1,0 +1,68 @@
+"""The C++ core: kernels, the decoder's forward pass over a paged KV cache, and the sampler."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+def available_isas() -> list[str]:
+    """Instruction sets this processor can run, best first, e.g. ["avx2", "portable"]."""
+
+def dequantize(type: str, rows: int, cols: int, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """[rows, cols] float32 values of a stored tensor (any TensorType)."""
+
+def matmul(
+    x: NDArray[np.float32], type: str, rows: int, cols: int, data: NDArray[np.uint8], weights: str, isa: str, threads: int
+) -> NDArray[np.float32]:
+    """x [m, cols] times the transposed weight [rows, cols], through packing and the kernels that a model uses."""
+
+class Model:
+    """A decoder with its weights, KV cache and workspace. Not re-entrant: one step at a time."""
+
+    def __init__(self, spec: dict[str, Any], threads: int, isa: str = "auto", weights: str = "auto") -> None:
+        """``spec`` is dataclasses.asdict(DecoderSpec). ``weights`` "auto" keeps formats; "f32" dequantises all."""
+
+    def set_tensor(self, name: str, type: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
+        """Packs one tensor (canonical name of DecoderSpec.tensor_shapes); the data is not needed afterwards."""
+
+    def finalize(self) -> None:
+        """Checks that every tensor is there and fuses what belongs together. Once, before reserve."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+    def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
+        """Bytes of one KV block over all layers, K and V; kv_dtype is "f16" or "f32"."""
+
+    def workspace_bytes(self, max_rows: int, max_samples: int) -> int: ...
+    def reserve(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int, max_samples: int) -> None:
+        """Allocates (and touches) the KV cache and the workspace; step allocates nothing that grows with the batch."""
+
+    def step(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        item_rows: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        table_offsets: NDArray[np.int32],
+        block_ops: NDArray[np.int32],
+        sampling: dict[str, NDArray[Any]],
+        return_logits: bool = False,
+    ) -> dict[str, NDArray[Any]]:
+        """One model step, GIL released: block ops in order, forward pass, sampling.
+
+        tokens, positions [T]: all rows, item after item. item_rows [I+1]: row range of each item.
+        block_tables: all items' tables, item i's at table_offsets[i]..[i+1]. block_ops [O, 3]: kind, src, dst.
+        sampling: S draws; any number may share a row. Arrays:
+            row i32[S] (row of T), forced i32[S] (>= 0: only score this token, draw nothing), seed u64[S],
+            index i32[S], position i32[S] (of the token to be drawn), temperature f32[S], top_k i32[S], top_p f32[S],
+            min_p f32[S], repetition f32[S], presence f32[S], frequency f32[S], num_logprobs i32[S] (-1: none),
+            history i32[...], history_offsets i32[S+1], history_prompt i32[S] (how many of it are prompt),
+            bias_ids i32[...], bias_values f32[...], bias_offsets i32[S+1],
+            banned i32[...], banned_offsets i32[S+1].
+        Returns token i32[S] (-1: logits not finite), logprob f32[S], rank i32[S], top_ids i32[S, K], top_logprobs
+        f32[S, K] with K the largest num_logprobs (unused entries: -1, 0), and with return_logits logits f32[S, vocab]
+        (raw, after the soft-cap only).
+        """
+
+    def profile(self, reset: bool = False) -> dict[str, float]:
+        """Seconds by part since the last reset, as seen by the first thread: matmul, attention, sampling, other, total; steps."""

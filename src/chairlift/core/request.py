@@ -1,0 +1,187 @@
+"""What a client asks for (`SamplingParams`) and one sequence on its way through the engine (`Request`)."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from chairlift.errors import ParameterError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP = 16
+MAX_SEED = 2**64 - 1
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Names and defaults are those of vLLM; a value out of range raises `ParameterError`.
+
+    Fields:
+        n: independent continuations of the prompt, 1 to 128.
+        max_tokens: most tokens to generate; None means up to the context's end.
+        min_tokens: no stop token is sampled before this many tokens.
+        temperature: 0 is greedy; else logits are divided by it, at most 2.
+        top_p, top_k, min_p: keep the smallest set of mass top_p, the top_k best (0 or -1: all), and tokens at least
+            min_p times as likely as the best; applied in the order top_k, top_p, min_p, after the temperature.
+        seed: 0 to 2**64 - 1. Sampling noise depends on (seed, sample index, position) alone. None: drawn at random.
+        stop: strings that end the text, at most 16; not part of it unless include_stop_str_in_output.
+        stop_token_ids: token ids that end it, besides the model's own end tokens.
+        ignore_eos: do not stop at the model's end tokens.
+        logprobs: return the log-probability of each sampled token and of this many best ones, 0 to 20. They are those
+            of the model itself, before penalties, bias and temperature.
+        prompt_logprobs: the same for each prompt token but the first.
+        repetition_penalty: above 0; 1 is off. Divides (multiplies, if negative) the logits of all tokens seen so far.
+        presence_penalty, frequency_penalty: -2 to 2; subtracted once, or per occurrence, for generated tokens.
+        logit_bias: token id to a value, -100 to 100, added to its logit.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string that ended the text.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # vLLM and OpenAI accept a single string
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        _whole("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                "min_tokens", f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})"
+            )
+        _real("temperature", self.temperature, 0.0, 2.0)
+        _real("top_p", self.top_p, 0.0, 1.0, above=True)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, MAX_SEED)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _whole(name, count, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP:
+            raise ParameterError("stop", f"stop holds {len(self.stop)} strings; at most {MAX_STOP} are allowed")
+        for stop in self.stop:
+            if not isinstance(stop, str) or not stop:
+                raise ParameterError("stop", f"stop must hold non-empty strings, got {stop!r}")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ParameterError(
+                "logit_bias", f"logit_bias holds {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are allowed"
+            )
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0, 2**31 - 1)
+            _real("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the logits depend on the tokens seen so far (penalties)."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(param: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ParameterError(param, f"{param} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def _real(param: str, value: object, low: float, high: float, above: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
+        span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise ParameterError(param, f"{param} must be a number {span}, got {value!r}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence. There is no prefill or decode state: tokens ``num_computed .. len(token_ids) - 1`` are still to do.
+
+    | range of token_ids               | what it holds                                     |
+    |----------------------------------|---------------------------------------------------|
+    | 0 .. num_prompt                  | the prompt                                        |
+    | num_prompt .. len                | generated so far                                  |
+    | 0 .. num_computed                | tokens whose KV is valid                          |
+    | 0 .. len(block_table)*block_size | positions that have a block                       |
+
+    Owners: the scheduler writes everything but the KV fields (the last group), which only `KVManager` writes.
+    """
+
+    id: str
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()  # the model's end tokens (unless ignore_eos) and params.stop_token_ids
+    max_len: int = 0  # longest that token_ids may become; set by Scheduler.add
+    index: int = 0  # which of the n samples this is
+    num_samples: int = 1  # n before the prompt is computed, 1 after the fork
+    tenant: str = ""
+    priority: int = 0
+    arrival: float = 0.0
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # of those asked for, how many were already given out
+
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    host_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_reserved: int = 0  # blocks promised to this request and not yet taken
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while it decodes."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What names this sequence among all live ones: the request's id and the sample's index."""
+        return self.id, self.index
