@@ -80,14 +80,12 @@ class BlockPool:
         """Compares every count and list with the truth, given how often each block is owned."""
         free = set(self._blank) | set(self._cached)
         assert len(free) == self.num_free, "a block is in the free lists twice"
-        for block in range(self.num_blocks):
-            assert self._refs[block] == owners[block], (
-                f"block {block}: refs {self._refs[block]}, owners {owners[block]}"
-            )
-            assert (block in free) == (owners[block] == 0), f"block {block} is owned and free, or neither"
-            content = self._hashes[block]
+        for block, refs in enumerate(self._refs):
+            count, content = owners[block], self._hashes[block]
+            assert refs == count, f"block {block}: refs {refs}, owners {count}"
+            assert (block in free) == (count == 0), f"block {block} is owned and free, or neither"
             assert content is None or self._by_hash.get(content) == block, f"block {block} is indexed wrongly"
-            assert (block in self._cached) == (owners[block] == 0 and content is not None), f"block {block}: wrong list"
+            assert (block in self._cached) == (count == 0 and content is not None), f"block {block}: wrong list"
         assert len(self._by_hash) == sum(content is not None for content in self._hashes), "stale hash in the index"
 
 

@@ -124,6 +124,7 @@ class Output:
     num_cached_tokens: int = 0
     stop_token_id: int | None = None
     error: str | None = None  # with FinishReason.ERROR: why, in words for the client
+    refused: bool = False  # with FinishReason.ERROR: the request asked for what can never run; nothing is broken
 
 
 @dataclass(frozen=True, slots=True)

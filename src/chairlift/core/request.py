@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from chairlift.errors import ParameterError
 
@@ -78,8 +78,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # vLLM and OpenAI accept a single string
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _items("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.logit_bias, Mapping | None):
+            shown = _show(self.logit_bias)
+            raise ParameterError("logit_bias", f"logit_bias must map token ids to numbers, got {shown}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         _whole("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
@@ -105,7 +108,7 @@ class SamplingParams:
             raise ParameterError("stop", f"stop holds {len(self.stop)} strings; at most {MAX_STOP} are allowed")
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
-                raise ParameterError("stop", f"stop must hold non-empty strings, got {stop!r}")
+                raise ParameterError("stop", f"stop must hold non-empty strings, got {_show(stop)}")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -115,6 +118,10 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, 2**31 - 1)
             _real("logit_bias", bias, -100.0, 100.0)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            flag = getattr(self, name)
+            if not isinstance(flag, bool):
+                raise ParameterError(name, f"{name} must be true or false, got {_show(flag)}")
 
     @property
     def uses_history(self) -> bool:
@@ -124,14 +131,29 @@ class SamplingParams:
 
 def _whole(param: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ParameterError(param, f"{param} must be a whole number from {low} to {high}, got {value!r}")
+        raise ParameterError(param, f"{param} must be a whole number from {low} to {high}, got {_show(value)}")
 
 
 def _real(param: str, value: object, low: float, high: float, above: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
         span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise ParameterError(param, f"{param} must be a number {span}, got {value!r}")
+        raise ParameterError(param, f"{param} must be a number {span}, got {_show(value)}")
+
+
+def _items(param: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple | set | frozenset | None):
+        raise ParameterError(param, f"{param} must be a list, got {_show(value)}")
+    return tuple(value or ())
+
+
+def _show(value: object) -> str:
+    """A value in a message: short, whatever a client may send."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,6 +184,7 @@ class Request:
     arrival: float = 0.0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
+    aborted: set[int] = field(default_factory=set)  # samples that are to end as soon as they are forked
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # of those asked for, how many were already given out

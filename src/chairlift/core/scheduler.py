@@ -101,7 +101,10 @@ class Scheduler:
                 f"output; shorten the prompt to {limit - 1} tokens or raise --max-model-len"
             )
         if request.num_samples > self.max_num_seqs:
-            raise RequestRefused(f"n is {request.num_samples}, more than max-num-seqs ({self.max_num_seqs}) allows")
+            raise RequestRefused(
+                f"n is {request.num_samples}, and at most {self.max_num_seqs} sequences run at once; "
+                f"lower n to {self.max_num_seqs} or raise --max-num-seqs"
+            )
         request.max_len = limit
         if params.max_tokens is not None:
             request.max_len = min(limit, request.num_prompt + params.max_tokens)
@@ -116,9 +119,16 @@ class Scheduler:
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends a request, or one sample of it, now. An unknown one is ignored: it may have just finished."""
-        samples = self._live.get(request_id, {})
-        doomed = [request for request in samples.values() if index is None or request.index == index]
-        return [output for request in doomed for output in self._end(request, FinishReason.ABORT)]
+        outputs: list[Output] = []
+        for request in list(self._live.get(request_id, {}).values()):
+            samples = range(request.index, request.index + request.num_samples)
+            if index is None:
+                outputs += self._end(request, FinishReason.ABORT)
+            elif index in samples:
+                request.aborted.add(index)  # not forked from its prompt yet, it ends when it is
+                if len(request.aborted) == len(samples):
+                    outputs += self._end(request, FinishReason.ABORT)
+        return outputs
 
     # -- schedule
 
@@ -186,6 +196,12 @@ class Scheduler:
         padding = self._padding(request, total)
         n = self.policy.quota(need + padding, left) - padding
         headroom = self.policy.gate.headroom(self.kv) if self.running else 0
+        length = len(request.token_ids)
+        if total:  # padding beyond the greatest length takes blocks that the samples cannot use
+            padded = self.kv.blocks_for(request.num_prompt + padding)
+            total += max(0, padded - self.kv.blocks_for(request.max_len))
+        else:  # a part boards only if the rest would fit too: else decodes soon push it out, and all was for nothing
+            headroom += self.kv.blocks_for(length) - self.kv.blocks_for(length - need + n)
         if n <= 0 or not self.kv.admit(request, hit, n + padding, total=total, headroom=headroom):
             return []
         self._count_lookup(request)
@@ -287,8 +303,12 @@ class Scheduler:
         """Appends the drawn token; of an n-way prompt, forks a sequence for each further sample first."""
         sequences = [request, *(self._fork(request, k) for k in range(1, len(tokens)))]
         request.num_samples = 1
+        aborted, request.aborted = request.aborted, set()
         outputs: list[Output] = []
         for k, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if sequence.index in aborted:
+                outputs += self._end(sequence, FinishReason.ABORT)
+                continue
             if token == BAD_LOGITS:
                 outputs += self._end(sequence, FinishReason.ERROR, "the model's logits are not finite numbers")
                 continue

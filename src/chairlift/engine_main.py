@@ -1,0 +1,196 @@
+"""The engine process: builds scheduler and runner from the configuration, and runs `Engine.step` until told to stop.
+
+This file and llm.py are where the two towers meet: logic (core) and arithmetic (models, runners).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import zmq
+
+from chairlift import log
+from chairlift.config import EngineConfig
+from chairlift.core.clock import WallClock
+from chairlift.core.engine import Engine
+from chairlift.core.plan import Output, StepRecord, StepStats
+from chairlift.core.policy import make_policy
+from chairlift.core.ports import Clock, Message, Sink, Source
+from chairlift.core.scheduler import Scheduler
+from chairlift.errors import ChairliftError
+from chairlift.server import ipc
+
+IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
+
+Report = Callable[[str, "float | None"], None]
+"""Told of each phase of the start: (name, None) as it begins, where that is known, and (name, seconds) as it ends."""
+
+Recorder = Callable[[StepRecord], None]
+
+_log = log.get("engine")
+
+
+def build_engine(
+    config: EngineConfig,
+    source: Source,
+    sink: Sink,
+    *,
+    clock: Clock | None = None,
+    recorder: Recorder | None = None,
+    report: Report | None = None,
+) -> Engine:
+    """Loads the model, reserves the memory, and returns an engine ready for its first step.
+
+    Raises ModelError for a model that cannot be loaded, ConfigError for settings that cannot work.
+    """
+    report = report or (lambda name, seconds: None)
+    with _phase("engine imports", report):
+        from chairlift.models import load_checkpoint
+        from chairlift.runners.memory import batch_tokens
+        from chairlift.runners.native import NativeRunner
+    with _phase("model file", report):
+        checkpoint = load_checkpoint(config.model)
+    runner = NativeRunner(checkpoint, config, report=report)
+    capacity = runner.start()
+    scheduler = Scheduler(
+        capacity,
+        make_policy(config.scheduler_policy, admission=config.admission),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batch_tokens(config, capacity.max_model_len),
+        enable_prefix_caching=config.enable_prefix_caching,
+        check=config.debug,
+    )
+    return Engine(scheduler, runner, source, sink, clock or WallClock(), recorder)
+
+
+@contextmanager
+def _phase(name: str, report: Report) -> Iterator[None]:
+    report(name, None)
+    begin = time.perf_counter()
+    yield
+    report(name, time.perf_counter() - begin)
+
+
+class SocketSource:
+    """The messages of the API process, as the engine's source."""
+
+    def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
+        self._socket = socket
+        self._epoch = epoch
+        self.stopped = False
+
+    def take(self, idle: bool) -> Sequence[Message]:
+        messages: list[Message] = []
+        if idle:
+            self._socket.poll(int(IDLE_SECONDS * 1000))
+        while not self.stopped:
+            try:
+                message = ipc.decode_for_engine(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            if message.epoch != self._epoch:
+                continue
+            if isinstance(message, ipc.Stop):
+                self.stopped = True
+            else:
+                messages.append(ipc.for_core(message))
+        return messages
+
+
+class SocketSink:
+    """Sends a step's outputs to the API process, as one message."""
+
+    def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
+        self._socket = socket
+        self._epoch = epoch
+
+    def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
+        self._socket.send(ipc.encode(ipc.Outputs(self._epoch, list(outputs), stats)))
+
+
+Build = Callable[..., Engine]
+"""What `build_engine` is; tests pass one that loads no model."""
+
+
+def main(build: Build = build_engine) -> int:
+    """The process. Returns its exit code: 0 when told to stop, 1 when it cannot start or go on."""
+    faulthandler.enable()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=ipc.Launch)
+    _live_and_die_with(launch.parent_pid)
+    log.setup(launch.log_level, "engine")
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.linger = 2000  # ms, so that the last words are heard
+    socket.connect(launch.endpoint)
+    try:
+        _run(launch, socket, build)
+        return 0
+    except ChairliftError as error:  # for a person: one line, no traceback
+        socket.send(ipc.encode(ipc.Failed(launch.epoch, str(error))))
+    except Exception as error:
+        _log.exception("the engine failed")
+        socket.send(ipc.encode(ipc.Failed(launch.epoch, f"the engine failed: {type(error).__name__}: {error}")))
+    finally:
+        socket.close()
+        context.term()
+    return 1
+
+
+def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build) -> None:
+    def report(name: str, seconds: float | None) -> None:
+        socket.send(ipc.encode(ipc.Phase(launch.epoch, name, seconds)))
+
+    report("interpreter", log.process_age())
+    source = SocketSource(socket, launch.epoch)
+    engine = build(launch.config, source, SocketSink(socket, launch.epoch), report=report)
+    socket.send(ipc.encode(ipc.Ready(launch.epoch, engine.scheduler.capacity, _details(engine))))
+    try:
+        while not source.stopped:
+            engine.step()
+    finally:
+        engine.executor.close()
+
+
+def _details(engine: Engine) -> dict[str, str | int | float]:
+    scheduler = engine.scheduler
+    return {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "policy": type(scheduler.policy).__name__.lower(),
+    }
+
+
+def _live_and_die_with(parent_pid: int) -> None:
+    """Leaves signals to the parent, and makes sure that this process does not outlive it.
+
+    Linux kills the process with its parent (PR_SET_PDEATHSIG); elsewhere, and in the moment before that is set, the
+    end of the pipe from the parent does it. SIGTERM is ignored too: a service manager sends it to all processes of a
+    service, and the parent drains its requests before it stops the engine.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+    def wait_for_end() -> None:
+        os.read(sys.stdin.fileno(), 1)  # the parent writes nothing more: this returns when it is gone
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

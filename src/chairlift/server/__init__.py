@@ -1,0 +1,37 @@
+"""The API process: OpenAI's HTTP API in front, the engine process behind.
+
+| module     | what it holds                                                        |
+|------------|----------------------------------------------------------------------|
+| main       | `run`: start, signals, end                                           |
+| supervisor | the engine process: spawned, watched, ended                          |
+| ipc        | the messages between the two processes                               |
+| client     | requests to the engine, and what comes back for each                 |
+| service    | tokenising, limits, and the life of one generation                   |
+| text       | from tokens to text: incremental decoding and stop strings           |
+| schemas    | what clients may send                                                |
+| responses  | what they get                                                        |
+| streaming  | how they get it: whole or as events; disconnects                     |
+| routes     | the endpoints                                                        |
+| errors     | exceptions in OpenAI's shape                                         |
+| metrics    | Prometheus                                                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from chairlift.config import EngineConfig, ServerConfig
+    from chairlift.server.text import Tokenizer
+
+
+def run(engine_config: EngineConfig, server_config: ServerConfig, tokenizer_factory: Callable[[], Tokenizer]) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    ``tokenizer_factory`` is called in this process while the engine loads in its own. Raises ConfigError if the
+    address cannot be listened on, EngineDead if the engine cannot start or dies.
+    """
+    from chairlift.server import main  # not above: the engine process imports this package for ipc alone
+
+    main.run(engine_config, server_config, tokenizer_factory)

@@ -1,0 +1,178 @@
+"""The engine as the API process uses it: submit requests, read what they produce, abort them, and know its health."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from chairlift import log
+from chairlift.core.plan import Output, StepStats
+from chairlift.core.request import Request
+from chairlift.errors import EngineDead
+from chairlift.server import ipc
+from chairlift.server.supervisor import EngineProcess
+
+_log = log.get("client")
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """An output, and when it reached this process (seconds, monotonic)."""
+
+    arrived: float
+    output: Output
+
+
+class Stream:
+    """What the engine says about the requests of one submission.
+
+    `read` returns everything that has come since the last call, at most one call a step, so a reader that is slow gets
+    larger pieces, never a longer queue of wake-ups. What may pile up is bounded by the length of the requests.
+    """
+
+    def __init__(self, client: EngineClient, requests: Iterable[Request]) -> None:
+        self._client = client
+        self._open = {(request.id, index) for request in requests for index in range(request.num_samples)}
+        self._ids = {request_id for request_id, _ in self._open}
+        self._pending: list[News] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._error: EngineDead | None = None
+
+    async def read(self) -> list[News]:
+        """New outputs, in order; empty when every sample has ended. Raises EngineDead when no more can come."""
+        while not self._pending:
+            if not self._open:
+                return []
+            if self._error is not None:
+                raise self._error
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        news, self._pending = self._pending, []
+        return news
+
+    def end(self, request_id: str, index: int) -> None:
+        """Ends one sample now: what it would still say is not wanted."""
+        if (request_id, index) in self._open:
+            self._client.abort(request_id, index)
+            self._close(request_id, index)
+
+    def close(self) -> None:
+        """Ends all that still runs, and frees what it holds in the engine. Harmless when all is over."""
+        for request_id in {request_id for request_id, _ in self._open}:
+            self._client.abort(request_id)
+        self._open.clear()
+        self._client.forget(self._ids)
+        self._notify()
+
+    def feed(self, news: News) -> None:
+        key = (news.output.request_id, news.output.index)
+        if key not in self._open:
+            return
+        self._pending.append(news)
+        if news.output.finish_reason is not None:
+            self._close(*key)
+        self._notify()
+
+    def fail(self, error: EngineDead) -> None:
+        self._error = error
+        self._notify()
+
+    def _close(self, request_id: str, index: int) -> None:
+        self._open.discard((request_id, index))
+        if not any(request_id == other for other, _ in self._open):
+            self._client.forget([request_id])
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineClient:
+    """Talks to one engine. All methods belong to the event loop's thread.
+
+    Attributes:
+        phase: what the engine is doing until it is ready, in words.
+        phases: finished phases of its start, with their seconds.
+        ready: what it said when it became ready, or None.
+        stats: its state after the last step.
+        error: why no request can be answered any more, or None.
+        started: set when the engine is ready, or dead.
+        dead: set when the engine is dead.
+    """
+
+    def __init__(self, engine: EngineProcess, on_step: Callable[[StepStats], None] = lambda stats: None) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._streams: dict[str, Stream] = {}
+        self.phase = "starting the engine"
+        self.phases: list[tuple[str, float]] = []
+        self.ready: ipc.Ready | None = None
+        self.stats = StepStats()
+        self.error: str | None = None
+        self.started = asyncio.Event()
+        self.dead = asyncio.Event()
+
+    def start(self) -> None:
+        self._engine.watch(self._receive, self._exited)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def submit(self, requests: list[Request]) -> Stream:
+        """Sends requests to the engine. Raises EngineDead if there is none."""
+        if self.error is not None:
+            raise EngineDead(self.error)
+        stream = Stream(self, requests)
+        for request in requests:
+            self._streams[request.id] = stream
+            self._engine.send(ipc.Add(self._engine.epoch, request))
+        return stream
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._engine.send(ipc.Abort(self._engine.epoch, request_id, index))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+
+    def fail(self, error: str) -> None:
+        """Ends every open request with an error, and refuses new ones. The first reason given is kept."""
+        if self.error is None:
+            self.error = error
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDead(self.error))
+        self._streams.clear()
+
+    def _die(self, error: str) -> None:
+        self.fail(error)
+        self.started.set()
+        self.dead.set()
+
+    def _receive(self, message: ipc.Message) -> None:
+        match message:
+            case ipc.Outputs(_, outputs, stats):
+                now = time.monotonic()
+                self.stats = stats
+                for output in outputs:
+                    if stream := self._streams.get(output.request_id):
+                        stream.feed(News(now, output))
+                self._on_step(stats)
+            case ipc.Phase(_, name, None):
+                self.phase = name
+            case ipc.Phase(_, name, seconds):
+                assert seconds is not None
+                self.phases.append((name, seconds))
+                _log.info("engine: %s took %.2f s", name, seconds)
+            case ipc.Ready():
+                self.ready = message
+                self.started.set()
+            case ipc.Failed(_, error):
+                self._die(error)
+
+    def _exited(self, code: int) -> None:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._die(f"the engine process {how}")

@@ -1,0 +1,86 @@
+"""What the API process and the engine process say to each other: msgpack over one local ZeroMQ socket per engine.
+
+Each message carries the epoch of the engine it belongs to. A new engine gets the next epoch and a new socket, so a
+message that was under way when an engine died can never be taken for one of its successor's.
+
+| message | direction       | meaning                                                            |
+|---------|-----------------|--------------------------------------------------------------------|
+| Add     | API to engine   | a new request                                                      |
+| Abort   | API to engine   | end a request, or one sample of it                                 |
+| Stop    | API to engine   | finish the step, release everything, exit 0                        |
+| Phase   | engine to API   | a phase of the start began (seconds None) or ended                 |
+| Ready   | engine to API   | the model is loaded, and this is what was reserved                 |
+| Outputs | engine to API   | one step's news, and the engine's state after it                   |
+| Failed  | engine to API   | the engine cannot start or go on; it exits with 1 after this       |
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from chairlift.config import EngineConfig
+from chairlift.core import ports
+from chairlift.core.plan import Capacity, Output, StepStats
+from chairlift.core.request import Request
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """The first line on an engine's stdin, as JSON. Later the pipe only says, by closing, that the parent is gone."""
+
+    endpoint: str
+    epoch: int
+    parent_pid: int
+    log_level: str
+    config: EngineConfig
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages on the socket."""
+
+    epoch: int
+
+
+class Add(Message, frozen=True):
+    request: Request
+
+
+class Abort(Message, frozen=True):
+    request_id: str
+    index: int | None = None
+
+
+class Stop(Message, frozen=True):
+    pass
+
+
+class Phase(Message, frozen=True):
+    name: str
+    seconds: float | None = None
+
+
+class Ready(Message, frozen=True):
+    """``details``: facts worth a line in the start report, such as threads and instruction set."""
+
+    capacity: Capacity
+    details: dict[str, str | int | float]
+
+
+class Outputs(Message, frozen=True):
+    outputs: list[Output]
+    stats: StepStats
+
+
+class Failed(Message, frozen=True):
+    error: str
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_engine = msgspec.msgpack.Decoder(Add | Abort | Stop).decode
+decode_for_api = msgspec.msgpack.Decoder(Phase | Ready | Outputs | Failed).decode
+
+
+def for_core(message: Add | Abort) -> ports.Message:
+    """The core's own form of a message."""
+    if isinstance(message, Add):
+        return ports.Add(message.request)
+    return ports.Abort(message.request_id, message.index)

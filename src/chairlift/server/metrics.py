@@ -1,0 +1,95 @@
+"""Prometheus metrics of the API process, under chairlift_. All of them exist, at zero, from the first scrape (O1)."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from chairlift.core.plan import StepStats
+from chairlift.core.request import FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class Metrics:
+    """One registry per server. Requests are counted here; the engine's state is copied from its last step."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # else each counter has a twin with the time of its birth
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"chairlift_{name}", help, labels, registry=registry)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"chairlift_{name}", help, registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"chairlift_{name}", help, registry=registry, buckets=buckets)
+
+        self.received = counter("requests_received", "Samples accepted for generation (n per prompt).")
+        self.finished = counter("requests_finished", "Samples that ended, by reason.", "reason")
+        for reason in FinishReason:
+            self.finished.labels(reason.value)
+        self.refused = counter("requests_refused", "HTTP requests answered with 4xx or 5xx.", "status")
+        for status in (400, 404, 405, 413, 500, 503):
+            self.refused.labels(str(status))
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+
+        self.ttft = histogram("time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT)
+        self.itl = histogram("inter_token_latency_seconds", "Between two tokens of a sample.", _ITL)
+        self.e2e = histogram("e2e_request_latency_seconds", "From the request's arrival to its end.", _E2E)
+        self.step_seconds = histogram("step_seconds", "Time of one model step.", _STEP)
+        self.step_tokens = histogram("step_tokens", "Tokens computed in one step.", _TOKENS)
+
+        self.engine_up = gauge("engine_up", "1 while the engine is ready.")
+        self.running = gauge("requests_running", "Sequences that are computed now.")
+        self.waiting = gauge("requests_waiting", "Requests that never ran yet.")
+        self.preempted = gauge("requests_preempted", "Sequences that wait again after a preemption.")
+        self.blocks_total = gauge("kv_blocks_total", "KV blocks there are.")
+        self.blocks_free = gauge("kv_blocks_free", "KV blocks free, those with a cached prefix included.")
+        self.kv_usage = gauge("kv_cache_usage_ratio", "Share of the KV blocks in use, 0 to 1.")
+        self.preemptions = counter("preemptions", "Preemptions.")
+        self.cache_hits = counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.")
+        self.cache_lookups = counter("prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.")
+        self._last = StepStats(step_id=-1)
+
+    def step(self, stats: StepStats) -> None:
+        """Takes the engine's state after a step, or after an abort between two steps."""
+        last, self._last = self._last, stats
+        if stats.step_id != last.step_id:
+            self.step_seconds.observe(stats.step_seconds)
+            self.step_tokens.observe(stats.step_tokens)
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.preempted.set(stats.num_preempted)
+        self.capacity(stats.num_blocks, stats.free_blocks)
+        self.preemptions.inc(_gain(last.total_preemptions, stats.total_preemptions))
+        self.cache_hits.inc(_gain(last.total_cached_tokens, stats.total_cached_tokens))
+        self.cache_lookups.inc(_gain(last.total_lookup_tokens, stats.total_lookup_tokens))
+
+    def capacity(self, num_blocks: int, free_blocks: int) -> None:
+        self.blocks_total.set(num_blocks)
+        self.blocks_free.set(free_blocks)
+        self.kv_usage.set((num_blocks - free_blocks) / num_blocks if num_blocks else 0.0)
+
+    def engine_gone(self) -> None:
+        """Nothing runs or waits any more."""
+        for state in (self.engine_up, self.running, self.waiting, self.preempted):
+            state.set(0)
+
+    def expose(self) -> bytes:
+        """The text of /metrics."""
+        return generate_latest(self.registry)
+
+
+def _gain(before: int, now: int) -> int:
+    """What a total of the engine grew by; a new engine counts from zero again."""
+    return now - before if now >= before else now

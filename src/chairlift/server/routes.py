@@ -1,0 +1,112 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from chairlift.server import errors, metrics
+from chairlift.server.responses import ChatFormat, CompletionFormat
+from chairlift.server.schemas import ChatRequest, CompletionRequest
+from chairlift.server.service import DEFAULT_MAX_TOKENS, ModelNotFound, Service
+from chairlift.server.streaming import Answer
+
+
+def create_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> Response:
+        """Continues prompts. max_tokens defaults to 16; a larger number that does not fit the context is refused."""
+        arrival, params = time.monotonic(), request.params()
+        tokenizer, _ = service.require_ready()
+        service.require_model(request.model)
+        request_id = f"cmpl-{uuid.uuid4().hex}"
+        generation = service.generate(
+            request_id,
+            await service.encode(request.prompts),
+            params,
+            arrival=arrival,
+            prompt_param="prompt",
+            limit_param=None if request.max_tokens is None else "max_tokens",
+        )
+        format = CompletionFormat(
+            request_id,
+            request.model or service.names[0],
+            int(time.time()),
+            tokenizer,
+            logprobs=params.logprobs is not None,
+            include_usage=request.include_usage,
+        )
+        return Answer(generation, format, stream=bool(request.stream), include_usage=request.include_usage)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: ChatRequest) -> Response:
+        """Answers a conversation. Without max_tokens the answer may go on to the end of the context."""
+        arrival, params = time.monotonic(), request.params()
+        tokenizer, _ = service.require_ready()
+        service.require_model(request.model)
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        generation = service.generate(
+            request_id,
+            [await service.encode_chat([message.for_template() for message in request.messages])],
+            params,
+            arrival=arrival,
+            prompt_param="messages",
+            limit_param=request.limit_param,
+        )
+        format = ChatFormat(
+            request_id,
+            request.model or service.names[0],
+            int(time.time()),
+            tokenizer,
+            logprobs=params.logprobs is not None,
+            include_usage=request.include_usage,
+        )
+        return Answer(generation, format, stream=bool(request.stream), include_usage=request.include_usage)
+
+    def card() -> dict[str, Any]:
+        ready = service.client.ready
+        return {
+            "id": service.names[0],
+            "object": "model",
+            "created": service.started,
+            "owned_by": "chairlift",
+            "max_model_len": ready.capacity.max_model_len if ready else None,
+            "defaults": {"completions": {"max_tokens": DEFAULT_MAX_TOKENS}, "chat": {"max_tokens": None}},
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The served model, its context length, and the defaults of requests."""
+        return {"object": "list", "data": [card()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name not in service.names:
+            raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {service.names[0]!r}")
+        return card()
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Liveness: 200 while the engine lives, loading or busy; 503 when it is dead, and a restart is due."""
+        if service.client.error is not None:
+            return JSONResponse(errors.body(503, service.client.error, code="engine_dead"), 503)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Readiness: 200 when requests are answered; 503 before, naming what the start is waiting for."""
+        if service.phase is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "phase": service.phase}, 503)
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(service.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    return router

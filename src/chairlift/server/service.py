@@ -1,0 +1,276 @@
+"""Between HTTP and the engine: tokenising, limits, seeds, and the life of one generation. No FastAPI here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from chairlift.config import EngineConfig
+from chairlift.core.plan import Capacity
+from chairlift.core.request import FinishReason, Request, SamplingParams
+from chairlift.errors import ChairliftError, ParameterError, RequestRefused
+from chairlift.server.client import EngineClient, News, Stream
+from chairlift.server.metrics import Metrics
+from chairlift.server.text import Delta, Tokenizer, Transcript
+
+LONG_TEXT = 4096  # characters; longer texts are tokenised off the event loop (S6)
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions
+
+
+class NotReady(ChairliftError):
+    """The server is starting; the message names the phase."""
+
+
+class ModelNotFound(ChairliftError):
+    """The request names a model that is not served here."""
+
+
+class ContextTooLong(ParameterError):
+    """Prompt and asked output do not fit the context."""
+
+
+class GenerationFailed(ChairliftError):
+    """The engine could not finish this request."""
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Service:
+    """One served model.
+
+    Attributes:
+        names: names of the model that clients may use; the first is the one shown.
+        tokenizer: None until it is loaded.
+    """
+
+    def __init__(self, client: EngineClient, config: EngineConfig, names: Sequence[str], metrics: Metrics) -> None:
+        self.client = client
+        self.config = config
+        self.names = tuple(names)
+        self.metrics = metrics
+        self.tokenizer: Tokenizer | None = None
+        self.started = int(time.time())
+
+    @property
+    def phase(self) -> str | None:
+        """What the start is waiting for; None when ready."""
+        if self.client.error is not None:
+            return self.client.error
+        if self.client.ready is None:
+            return self.client.phase
+        return "tokenizer" if self.tokenizer is None else None
+
+    def require_ready(self) -> tuple[Tokenizer, Capacity]:
+        if self.phase is not None or self.tokenizer is None or self.client.ready is None:
+            raise NotReady(f"the server is not ready: {self.phase}")
+        return self.tokenizer, self.client.ready.capacity
+
+    def require_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}")
+
+    # -- prompts
+
+    async def encode(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+        """Token ids of completion prompts."""
+        tokenizer, _ = self.require_ready()
+        encoded: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                encoded.append(await _maybe_in_thread(len(prompt), partial(tokenizer.encode, prompt)))
+            else:
+                _check_tokens("prompt", prompt, tokenizer.vocab_size)
+                encoded.append(prompt)
+        return encoded
+
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        tokenizer, _ = self.require_ready()
+        if not tokenizer.has_chat_template:
+            raise ParameterError("messages", "this model has no chat template; use /v1/completions")
+        length = sum(len(message["content"]) for message in messages)
+        try:
+            return await _maybe_in_thread(length, partial(tokenizer.encode_chat, messages))
+        except ChairliftError as error:
+            raise ParameterError("messages", str(error)) from error
+
+    # -- generation
+
+    def generate(
+        self,
+        request_id: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        arrival: float,
+        prompt_param: str,
+        limit_param: str | None,
+    ) -> Generation:
+        """Sends the prompts to the engine.
+
+        ``limit_param`` names the parameter by which the client asked for a number of tokens, None if it did not: then
+        params.max_tokens is a wish that is cut to what the context has room for. A number that was asked for and does
+        not fit is refused, never cut (C9).
+        """
+        tokenizer, capacity = self.require_ready()
+        self._check_params(params, tokenizer.vocab_size)
+        eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
+        requests = []
+        for i, prompt in enumerate(prompts):
+            self._check_room(prompt, params, capacity, prompt_param, limit_param)
+            requests.append(
+                Request(
+                    id=f"{request_id}-{i}",
+                    token_ids=list(prompt),
+                    num_prompt=len(prompt),
+                    params=params,
+                    seed=self._seed(params),
+                    stop_ids=eos | frozenset(params.stop_token_ids),
+                    num_samples=params.n,
+                    arrival=arrival,
+                )
+            )
+        transcripts = [
+            Transcript(tokenizer.stream(params.skip_special_tokens, request.token_ids), params, request.stop_ids)
+            for request in requests
+            for _ in range(params.n)
+        ]
+        stream = self.client.submit(requests)
+        return Generation(stream, requests, transcripts, arrival, self.metrics)
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        return self.config.seed if self.config.seed is not None else secrets.randbits(64)
+
+    def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
+        if params.n > self.config.max_num_seqs:
+            limit = self.config.max_num_seqs
+            raise ParameterError("n", f"n must be a whole number from 1 to {limit} (max-num-seqs), got {params.n}")
+        _check_tokens("logit_bias", params.logit_bias, vocab_size)
+        _check_tokens("stop_token_ids", params.stop_token_ids, vocab_size)
+
+    def _check_room(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        capacity: Capacity,
+        prompt_param: str,
+        limit_param: str | None,
+    ) -> None:
+        limit, length, wanted = capacity.max_model_len, len(prompt), params.max_tokens
+        if not prompt:
+            raise ParameterError(prompt_param, f"{prompt_param} is empty; it must hold at least one token")
+        if length >= limit:
+            raise ContextTooLong(
+                prompt_param,
+                f"the prompt has {length} tokens, and this model's context is {limit} tokens with at least one of "
+                f"output; shorten the prompt to {limit - 1} tokens, or start the server with a larger --max-model-len",
+            )
+        if limit_param is not None and wanted is not None and length + wanted > limit:
+            raise ContextTooLong(
+                limit_param,
+                f"the prompt's {length} tokens and {limit_param} of {wanted} make {length + wanted}, more than this "
+                f"model's context of {limit}; lower {limit_param} to {limit - length} or shorten the prompt",
+            )
+        total = limit if wanted is None else min(limit, length + wanted)
+        if -(-total // capacity.block_size) > capacity.num_blocks:
+            room = capacity.num_blocks * capacity.block_size
+            raise ContextTooLong(
+                limit_param or prompt_param,
+                f"prompt and output may take {total} tokens, and the whole KV cache holds {room}; ask for less, or "
+                "start the server with a larger --kv-cache-memory",
+            )
+
+
+def _check_tokens(param: str, tokens: Iterable[int], vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ParameterError(param, f"{param} must hold token ids from 0 to {vocab_size - 1}, got {token}")
+
+
+async def _maybe_in_thread(length: int, encode: Callable[[], list[int]]) -> list[int]:
+    return await asyncio.to_thread(encode) if length > LONG_TEXT else encode()
+
+
+class Generation:
+    """All choices of one HTTP request: prompt i's sample k is choice ``i * n + k``. Close it when done with it."""
+
+    def __init__(
+        self, stream: Stream, requests: list[Request], transcripts: list[Transcript], arrival: float, metrics: Metrics
+    ) -> None:
+        self._stream = stream
+        self._transcripts = transcripts
+        self._arrival = arrival
+        self._metrics = metrics
+        self._first_choice = {request.id: i * request.num_samples for i, request in enumerate(requests)}
+        self._last_token = [0.0] * len(transcripts)
+        self._cached: dict[str, int] = {}
+        self.usage = Usage(prompt_tokens=sum(request.num_prompt for request in requests))
+        metrics.received.inc(len(transcripts))
+        metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._transcripts)
+
+    async def deltas(self) -> AsyncIterator[dict[int, Delta]]:
+        """Per wake-up what each choice gained, until all have ended. Raises GenerationFailed, RequestRefused or
+        EngineDead if they cannot."""
+        while news := await self._stream.read():
+            gained: dict[int, Delta] = {}
+            for item in news:
+                choice = self._first_choice[item.output.request_id] + item.output.index
+                delta = self._take(choice, item)
+                if choice in gained:
+                    gained[choice].extend(delta)
+                else:
+                    gained[choice] = delta
+            yield gained
+
+    def _take(self, choice: int, news: News) -> Delta:
+        output, transcript = news.output, self._transcripts[choice]
+        if transcript.finish_reason is not None:
+            return Delta()
+        self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.num_cached_tokens)
+        self.usage.cached_tokens = sum(self._cached.values())
+        delta = transcript.feed(output)
+        self._count(choice, news.arrived, len(delta.token_ids))
+        if delta.finish_reason is None:
+            return delta
+        self._metrics.finished.labels(delta.finish_reason.value).inc()
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            message = output.error or "the engine ended this request"
+            raise RequestRefused(message) if output.refused else GenerationFailed(message)
+        if output.finish_reason is None:  # a stop string, which the engine knows nothing of
+            self._stream.end(output.request_id, output.index)
+        self._metrics.e2e.observe(news.arrived - self._arrival)
+        return delta
+
+    def _count(self, choice: int, arrived: float, tokens: int) -> None:
+        if not tokens:
+            return
+        last, self._last_token[choice] = self._last_token[choice], arrived
+        self.usage.completion_tokens += tokens
+        self._metrics.generation_tokens.inc(tokens)
+        if last == 0.0:
+            self._metrics.ttft.observe(arrived - self._arrival)
+            tokens, last = tokens - 1, arrived
+        for _ in range(tokens):
+            self._metrics.itl.observe((arrived - last) / tokens)
+
+    def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends what still runs, counting it as ended by ``reason``. Call it always, however the answer ended."""
+        self._stream.close()
+        for transcript in self._transcripts:
+            if transcript.finish_reason is None:
+                transcript.finish_reason = reason
+                self._metrics.finished.labels(reason.value).inc()
