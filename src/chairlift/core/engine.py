@@ -60,7 +60,9 @@ class Engine:
                         self.scheduler.add(request)
                     except RequestRefused as refusal:
                         ended += [
-                            Output(request.id, index, finish_reason=FinishReason.ERROR, error=str(refusal), refused=True)
+                            Output(
+                                request.id, index, finish_reason=FinishReason.ERROR, error=str(refusal), refused=True
+                            )
                             for index in range(request.num_samples)
                         ]
                 case Abort(request_id, index):
