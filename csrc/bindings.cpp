@@ -1,0 +1,373 @@
+// The module chairlift._native, as _native.pyi describes it. Arrays from Python are checked here for type and length,
+// and what they hold by check_step; errors become ValueError.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "decoder.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace chairlift {
+
+namespace {
+
+template <class T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::span<const T> span(const Array<T>& array) {
+    return {array.data(), array.size()};
+}
+
+// A new numpy array, filled with `value`.
+template <class T, class... Sizes>
+nb::ndarray<nb::numpy, T> new_array(T value, Sizes... sizes) {
+    const std::size_t shape[] = {static_cast<std::size_t>(sizes)...};
+    std::size_t count = 1;
+    for (std::size_t size : shape) count *= size;
+    T* data = new T[count];
+    std::fill(data, data + count, value);
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return nb::ndarray<nb::numpy, T>(data, sizeof...(sizes), shape, owner);
+}
+
+int checked_threads(int threads) {
+    if (threads < 1 || threads > 1024)
+        throw std::invalid_argument("threads must be from 1 to 1024, got " + std::to_string(threads));
+    return threads;
+}
+
+template <class T>
+T get(const nb::dict& dict, const char* name) {
+    if (!dict.contains(name)) throw std::invalid_argument(std::string("spec has no ") + name);
+    try {
+        return nb::cast<T>(dict[name]);
+    } catch (const std::bad_cast&) {
+        throw std::invalid_argument(std::string("spec.") + name + " has a wrong type");
+    }
+}
+
+template <class T>
+std::vector<T> get_list(const nb::dict& dict, const char* name) {
+    return get<std::vector<T>>(dict, name);
+}
+
+RopeSpec rope_spec(const nb::dict& dict) {
+    RopeSpec rope;
+    rope.theta = get<double>(dict, "theta");
+    rope.dims = get<int>(dict, "dims");
+    const auto style = get<std::string>(dict, "style");
+    if (style != "half" && style != "interleaved")
+        throw std::invalid_argument("rope.style must be half or interleaved, got " + style);
+    rope.interleaved = style == "interleaved";
+    rope.inv_freq_scale = get_list<double>(dict, "inv_freq_scale");
+    rope.attention_factor = get<double>(dict, "attention_factor");
+    return rope;
+}
+
+DecoderSpec decoder_spec(const nb::dict& dict) {
+    DecoderSpec spec;
+    spec.vocab_size = get<int>(dict, "vocab_size");
+    spec.hidden_size = get<int>(dict, "hidden_size");
+    spec.num_layers = get<int>(dict, "num_layers");
+    spec.num_heads = get<int>(dict, "num_heads");
+    spec.num_kv_heads = get<int>(dict, "num_kv_heads");
+    spec.head_dim = get<int>(dict, "head_dim");
+    spec.ffn_size = get<int>(dict, "ffn_size");
+    spec.max_positions = get<int>(dict, "max_positions");
+    spec.norm_eps = get<float>(dict, "norm_eps");
+    spec.rope = rope_spec(get<nb::dict>(dict, "rope"));
+    const bool local = dict.contains("rope_local") && !dict["rope_local"].is_none();
+    spec.rope_local = local ? rope_spec(get<nb::dict>(dict, "rope_local")) : spec.rope;
+    spec.layer_windows = get_list<int>(dict, "layer_windows");
+    if (spec.layer_windows.empty() && spec.num_layers > 0 && spec.num_layers < 1 << 16)
+        spec.layer_windows.assign(spec.num_layers, 0);
+    spec.attn_scale = get<float>(dict, "attn_scale");
+    const auto activation = get<std::string>(dict, "activation");
+    if (activation != "silu" && activation != "gelu_tanh")
+        throw std::invalid_argument("activation must be silu or gelu_tanh, got " + activation);
+    spec.activation = activation == "silu" ? Activation::silu : Activation::gelu_tanh;
+    spec.qk_norm = get<bool>(dict, "qk_norm");
+    spec.post_norms = get<bool>(dict, "post_norms");
+    spec.attn_bias = get<bool>(dict, "attn_bias");
+    spec.attn_out_bias = get<bool>(dict, "attn_out_bias");
+    spec.ffn_bias = get<bool>(dict, "ffn_bias");
+    spec.tied_embeddings = get<bool>(dict, "tied_embeddings");
+    spec.embed_scale = get<float>(dict, "embed_scale");
+    spec.attn_softcap = get<float>(dict, "attn_softcap");
+    spec.logit_softcap = get<float>(dict, "logit_softcap");
+    return spec;
+}
+
+// The columns of `sampling`, held for as long as the draws point into them.
+struct DrawColumns {
+    Array<std::int32_t> row, forced, index, position, top_k, num_logprobs, history_prompt;
+    Array<std::uint64_t> seed;
+    Array<float> temperature, top_p, min_p, repetition, presence, frequency;
+    Array<std::int32_t> history, history_offsets, bias_ids, bias_offsets, banned, banned_offsets;
+    Array<float> bias_values;
+
+    explicit DrawColumns(const nb::dict& sampling) {
+        auto take = [&]<class T>(const char* name, Array<T>& column) {
+            if (!sampling.contains(name)) throw std::invalid_argument(std::string("sampling has no ") + name);
+            if (!nb::try_cast(sampling[name], column, false))
+                throw std::invalid_argument(std::string("sampling.") + name +
+                                            " must be a contiguous one-dimensional array of the documented type");
+        };
+        take("row", row), take("forced", forced), take("index", index), take("position", position);
+        take("top_k", top_k), take("num_logprobs", num_logprobs), take("history_prompt", history_prompt);
+        take("seed", seed), take("temperature", temperature), take("top_p", top_p), take("min_p", min_p);
+        take("repetition", repetition), take("presence", presence), take("frequency", frequency);
+        take("history", history), take("history_offsets", history_offsets);
+        take("bias_ids", bias_ids), take("bias_values", bias_values), take("bias_offsets", bias_offsets);
+        take("banned", banned), take("banned_offsets", banned_offsets);
+        check();
+    }
+
+    void check() const {
+        const std::size_t count = row.size();
+        auto same = [&](const char* name, std::size_t size) {
+            if (size != count)
+                throw std::invalid_argument(std::string("sampling.") + name + " must hold " + std::to_string(count) +
+                                            " values, got " + std::to_string(size));
+        };
+        same("forced", forced.size()), same("index", index.size()), same("position", position.size());
+        same("top_k", top_k.size()), same("num_logprobs", num_logprobs.size());
+        same("history_prompt", history_prompt.size()), same("seed", seed.size());
+        same("temperature", temperature.size()), same("top_p", top_p.size()), same("min_p", min_p.size());
+        same("repetition", repetition.size()), same("presence", presence.size()), same("frequency", frequency.size());
+        if (bias_ids.size() != bias_values.size())
+            throw std::invalid_argument("sampling.bias_ids and bias_values differ in length");
+        check_offsets("history_offsets", span(history_offsets), count, history.size());
+        check_offsets("bias_offsets", span(bias_offsets), count, bias_ids.size());
+        check_offsets("banned_offsets", span(banned_offsets), count, banned.size());
+    }
+
+    void fill(std::vector<Draw>& draws) const {
+        draws.resize(row.size());
+        for (std::size_t i = 0; i < draws.size(); ++i) {
+            Draw& draw = draws[i];
+            draw.row = row.data()[i];
+            draw.forced = forced.data()[i];
+            draw.seed = seed.data()[i];
+            draw.index = index.data()[i];
+            draw.position = position.data()[i];
+            draw.temperature = temperature.data()[i];
+            draw.top_k = top_k.data()[i];
+            draw.top_p = top_p.data()[i];
+            draw.min_p = min_p.data()[i];
+            draw.repetition = repetition.data()[i];
+            draw.presence = presence.data()[i];
+            draw.frequency = frequency.data()[i];
+            draw.num_logprobs = num_logprobs.data()[i];
+            draw.history_prompt = history_prompt.data()[i];
+            draw.history = part(history, history_offsets, i);
+            draw.bias_ids = part(bias_ids, bias_offsets, i);
+            draw.bias_values = part(bias_values, bias_offsets, i);
+            draw.banned = part(banned, banned_offsets, i);
+        }
+    }
+
+    template <class T>
+    static std::span<const T> part(const Array<T>& values, const Array<std::int32_t>& offsets, std::size_t i) {
+        const std::size_t begin = offsets.data()[i], end = offsets.data()[i + 1];
+        return {values.data() + begin, end - begin};
+    }
+};
+
+bool is_f16(const std::string& kv_dtype) {
+    if (kv_dtype != "f16" && kv_dtype != "f32")
+        throw std::invalid_argument("kv_dtype must be f16 or f32, got " + kv_dtype);
+    return kv_dtype == "f16";
+}
+
+class Model {
+public:
+    Model(const nb::dict& spec, int threads, const std::string& isa, const std::string& weights)
+        : decoder_(decoder_spec(spec), checked_threads(threads), parse_isa(isa), weights) {}
+
+    void set_tensor(const std::string& name, const std::string& type, const std::vector<std::int64_t>& shape,
+                    const Array<std::uint8_t>& data) {
+        const Type parsed = parse_type(type);
+        nb::gil_scoped_release unlocked;
+        const Busy busy(*this);
+        decoder_.set_tensor(name, parsed, shape, span(data));
+    }
+
+    void finalize() { decoder_.finalize(); }
+    std::size_t weight_bytes() const { return decoder_.weight_bytes(); }
+    std::size_t kv_block_bytes(int block_size, const std::string& kv_dtype) const {
+        return CacheShape(decoder_.spec(), 1, block_size, is_f16(kv_dtype)).block_bytes;
+    }
+    std::size_t workspace_bytes(int max_rows, int max_samples) const {
+        return decoder_.workspace_bytes(max_rows, max_samples);
+    }
+
+    void reserve(int num_blocks, int block_size, const std::string& kv_dtype, int max_rows, int max_samples) {
+        const CacheShape cache(decoder_.spec(), num_blocks, block_size, is_f16(kv_dtype));
+        nb::gil_scoped_release unlocked;
+        const Busy busy(*this);
+        decoder_.reserve(cache, max_rows, max_samples);
+        draws_.reserve(max_samples);
+        results_.reserve(max_samples);
+    }
+
+    nb::dict step(const Array<std::int32_t>& tokens, const Array<std::int32_t>& positions,
+                  const Array<std::int32_t>& item_rows, const Array<std::int32_t>& block_tables,
+                  const Array<std::int32_t>& table_offsets, const Matrix<std::int32_t>& block_ops,
+                  const nb::dict& sampling, bool return_logits) {
+        const Busy busy(*this);
+        const DrawColumns columns(sampling);
+        if (block_ops.shape(1) != 3) throw std::invalid_argument("bad step: block_ops must be [O, 3]");
+        if (columns.row.size() > static_cast<std::size_t>(decoder_.limits().max_samples))
+            throw std::invalid_argument("bad step: more draws than were reserved");
+        columns.fill(draws_);
+        const StepInput input{span(tokens),        span(positions),
+                              span(item_rows),     span(block_tables),
+                              span(table_offsets), {block_ops.data(), block_ops.size()},
+                              draws_};
+        check_step(input, decoder_.limits());
+
+        std::size_t width = 0;
+        for (const Draw& draw : draws_) width = std::max(width, static_cast<std::size_t>(std::max(draw.num_logprobs, 0)));
+        auto top_ids = new_array<std::int32_t>(-1, draws_.size(), width);
+        auto top_logprobs = new_array<float>(0.0f, draws_.size(), width);
+        auto logits = new_array<float>(0.0f, return_logits ? draws_.size() : 0, decoder_.spec().vocab_size);
+        results_.assign(draws_.size(), {});
+        for (std::size_t i = 0; i < draws_.size(); ++i) {
+            results_[i].top_ids = top_ids.data() + i * width;
+            results_[i].top_logprobs = top_logprobs.data() + i * width;
+        }
+        {
+            nb::gil_scoped_release unlocked;
+            decoder_.step(input, {&results_, return_logits ? logits.data() : nullptr});
+        }
+        nb::dict out = drawn();
+        out["top_ids"] = top_ids;
+        out["top_logprobs"] = top_logprobs;
+        if (return_logits) out["logits"] = logits;
+        return out;
+    }
+
+    nb::dict profile(bool reset) {
+        const Profile& p = decoder_.profile;
+        nb::dict out;
+        out["matmul"] = p.matmul;
+        out["attention"] = p.attention;
+        out["sampling"] = p.sampling;
+        out["other"] = p.other;
+        out["total"] = p.total;
+        out["steps"] = static_cast<double>(p.steps);
+        if (reset) decoder_.profile = {};
+        return out;
+    }
+
+private:
+    // Held while the decoder works: with the GIL released, a second thread of Python could come in.
+    class Busy {
+    public:
+        explicit Busy(Model& model) : flag_(model.busy_) {
+            if (flag_.exchange(true)) throw std::runtime_error("the model is at work in another thread");
+        }
+        ~Busy() { flag_ = false; }
+        Busy(const Busy&) = delete;
+
+    private:
+        std::atomic<bool>& flag_;
+    };
+
+    nb::dict drawn() const {
+        auto tokens = new_array<std::int32_t>(-1, results_.size());
+        auto logprobs = new_array<float>(0.0f, results_.size());
+        auto ranks = new_array<std::int32_t>(0, results_.size());
+        for (std::size_t i = 0; i < results_.size(); ++i) {
+            tokens.data()[i] = results_[i].token;
+            logprobs.data()[i] = results_[i].logprob;
+            ranks.data()[i] = results_[i].rank;
+        }
+        nb::dict out;
+        out["token"] = tokens;
+        out["logprob"] = logprobs;
+        out["rank"] = ranks;
+        return out;
+    }
+
+    Decoder decoder_;
+    std::atomic<bool> busy_{false};
+    std::vector<Draw> draws_;
+    std::vector<DrawResult> results_;
+};
+
+std::vector<std::string> isa_names() {
+    std::vector<std::string> names;
+    for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+    return names;
+}
+
+nb::ndarray<nb::numpy, float> dequantize(const std::string& type, std::int64_t rows, std::int64_t cols,
+                                         const Array<std::uint8_t>& data) {
+    const Type parsed = parse_type(type);
+    check_stored_size(parsed, rows, cols, data.size());
+    auto out = new_array<float>(0.0f, rows, cols);
+    const std::size_t row_bytes = stored_bytes(parsed, 1, cols);
+    for (std::int64_t row = 0; row < rows; ++row)
+        dequantize_row(parsed, data.data() + row * row_bytes, static_cast<int>(cols), out.data() + row * cols);
+    return out;
+}
+
+nb::ndarray<nb::numpy, float> multiply(const Matrix<float>& x, const std::string& type, std::int64_t rows,
+                                       std::int64_t cols, const Array<std::uint8_t>& data, const std::string& weights,
+                                       const std::string& isa, int threads) {
+    const int m = static_cast<int>(x.shape(0));
+    if (static_cast<std::int64_t>(x.shape(1)) != cols)
+        throw std::invalid_argument("x must have " + std::to_string(cols) + " columns, got " + std::to_string(x.shape(1)));
+    const MatmulKernels& kernels = matmul_kernels(parse_isa(isa));
+    const Type parsed = parse_type(type);
+    ThreadPool pool(checked_threads(threads));
+    const PackedMatrix packed = pack(parsed, rows, cols, span(data), weights, pool);
+    auto out = new_array<float>(0.0f, m, rows);
+    if (m == 0) return out;
+    const bool quantized = is_quantized(packed.view.type);
+    const ActBuffer buffer(m, static_cast<int>(cols));
+    const ActRows rows_of_x = buffer.rows(x.data(), cols, m, static_cast<int>(cols));
+    const MatmulJob job{&packed.view, out.data(), static_cast<std::size_t>(rows), nullptr, false};
+    pool.run([&](int) {
+        if (quantized) quantize_rows(kernels, rows_of_x, pool);
+        pool.barrier();
+        matmul(kernels, {&job, 1}, rows_of_x, pool);
+    });
+    return out;
+}
+
+}  // namespace
+
+}  // namespace chairlift
+
+NB_MODULE(_native, m) {
+    using chairlift::Model;
+    m.def("available_isas", &chairlift::isa_names);
+    m.def("dequantize", &chairlift::dequantize, "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert());
+    m.def("matmul", &chairlift::multiply, "x"_a.noconvert(), "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert(),
+          "weights"_a, "isa"_a, "threads"_a);
+    nb::class_<Model>(m, "Model")
+        .def(nb::init<const nb::dict&, int, const std::string&, const std::string&>(), "spec"_a, "threads"_a,
+             "isa"_a = "auto", "weights"_a = "auto")
+        .def("set_tensor", &Model::set_tensor, "name"_a, "type"_a, "shape"_a, "data"_a.noconvert())
+        .def("finalize", &Model::finalize)
+        .def_prop_ro("weight_bytes", &Model::weight_bytes)
+        .def("kv_block_bytes", &Model::kv_block_bytes, "block_size"_a, "kv_dtype"_a)
+        .def("workspace_bytes", &Model::workspace_bytes, "max_rows"_a, "max_samples"_a)
+        .def("reserve", &Model::reserve, "num_blocks"_a, "block_size"_a, "kv_dtype"_a, "max_rows"_a, "max_samples"_a)
+        .def("step", &Model::step, "tokens"_a.noconvert(), "positions"_a.noconvert(), "item_rows"_a.noconvert(),
+             "block_tables"_a.noconvert(), "table_offsets"_a.noconvert(), "block_ops"_a.noconvert(), "sampling"_a,
+             "return_logits"_a = false)
+        .def("profile", &Model::profile, "reset"_a = false);
+}

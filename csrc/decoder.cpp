@@ -1,0 +1,232 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <numeric>
+#include <stdexcept>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace chairlift {
+
+namespace {
+
+constexpr std::size_t kLogitBytes = std::size_t{16} << 20;  // about the size of the buffer for logits
+constexpr int kLogitRowsLeast = 16;                         // but room for so many rows
+
+int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// The inverse frequencies, rounded as in the reference implementations: powers and quotients in f32.
+std::vector<float> inverse_frequencies(const RopeSpec& rope) {
+    std::vector<float> result(rope.dims / 2);
+    for (std::size_t i = 0; i < result.size(); ++i) {
+        const float exponent = static_cast<float>(2 * i) / static_cast<float>(rope.dims);
+        result[i] = 1.0f / static_cast<float>(std::pow(rope.theta, static_cast<double>(exponent)));
+        if (!rope.inv_freq_scale.empty()) result[i] = static_cast<float>(result[i] / rope.inv_freq_scale[i]);
+    }
+    return result;
+}
+
+void ask_for_huge_pages(const AlignedBuffer& memory) {
+#ifdef MADV_HUGEPAGE
+    const std::uintptr_t huge = std::uintptr_t{2} << 20, begin = reinterpret_cast<std::uintptr_t>(memory.data());
+    const std::uintptr_t first = (begin + huge - 1) / huge * huge;
+    if (first + huge <= begin + memory.size())
+        madvise(reinterpret_cast<void*>(first), begin + memory.size() - first, MADV_HUGEPAGE);
+#endif
+}
+
+// The system maps memory page by page on first use, about a second a GiB. A thread of the least priority does it for the
+// cache, from its first block on, while the engine starts: it changes no content, so a step may use the cache meanwhile.
+// Where the system cannot do that, the pages come as they are used.
+void map_pages([[maybe_unused]] std::stop_token stop, [[maybe_unused]] std::uint8_t* data,
+               [[maybe_unused]] std::size_t size) {
+#ifdef MADV_POPULATE_WRITE
+    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
+    const std::uintptr_t page = sysconf(_SC_PAGESIZE), piece = std::uintptr_t{4} << 20;
+    const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(data) + size;
+    std::uintptr_t at = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
+    for (; at + page <= end && !stop.stop_requested(); at += piece) {
+        const std::size_t bytes = std::min(piece, (end - at) / page * page);
+        if (madvise(reinterpret_cast<void*>(at), bytes, MADV_POPULATE_WRITE) != 0) return;
+    }
+#endif
+}
+
+}  // namespace
+
+CacheShape::CacheShape(const DecoderSpec& spec, int num_blocks, int block_size, bool f16)
+    : num_blocks(num_blocks), block_size(block_size), f16(f16) {
+    if (num_blocks < 1) throw std::invalid_argument("num_blocks must be at least 1");
+    if (block_size < 1 || block_size > 1 << 16) throw std::invalid_argument("block_size must be from 1 to 65536");
+    vector_bytes = static_cast<std::size_t>(spec.head_dim) * (f16 ? 2 : 4);
+    head_bytes = vector_bytes * block_size;
+    layer_bytes = 2 * head_bytes * spec.num_kv_heads;
+    block_bytes = layer_bytes * spec.num_layers;
+}
+
+struct Decoder::Layout {
+    std::size_t size = 0;  // bytes so far
+
+    // `count` floats, on their own cache lines.
+    std::size_t floats(std::size_t count) {
+        const std::size_t at = size;
+        size += (count * sizeof(float) + 63) / 64 * 64;
+        return at;
+    }
+
+    std::size_t x, y, qkv, attended, gate, up, cosines[2], sines[2], logits, scratch, scratch_stride;
+    int most_cols;
+
+    Layout(const Decoder& decoder, std::size_t rows) {
+        const DecoderSpec& spec = decoder.spec_;
+        const std::size_t q = spec.q_size(), kv = spec.kv_size();
+        x = floats(rows * spec.hidden_size);
+        y = floats(rows * spec.hidden_size);
+        qkv = floats(rows * (q + 2 * kv));
+        attended = floats(rows * q);
+        gate = floats(rows * spec.ffn_size);
+        up = floats(rows * spec.ffn_size);
+        const int pairs[2] = {spec.rope.dims / 2, spec.rope_local.dims / 2};
+        for (int i = 0; i < 2; ++i) {
+            cosines[i] = floats(rows * pairs[i]);
+            sines[i] = floats(rows * pairs[i]);
+        }
+        logits = floats(std::size_t(decoder.logit_rows(static_cast<int>(rows))) * spec.vocab_size);
+        scratch_stride = (decoder.attention_shape_.scratch_floats() + 15) / 16 * 16;
+        scratch = floats(scratch_stride * decoder.pool_.size());
+        most_cols = std::max({spec.hidden_size, static_cast<int>(q), spec.ffn_size});
+    }
+};
+
+Decoder::Decoder(DecoderSpec spec, int threads, Isa isa, const std::string& weights)
+    : spec_((spec.check(), std::move(spec))),
+      isa_(isa),
+      matmul_(matmul_kernels(isa)),
+      rows_(row_kernels(isa)),
+      attention_(attention_kernels(isa)),
+      pool_(threads),
+      weights_(spec_, weights) {
+    attention_shape_.head_dim = spec_.head_dim;
+    attention_shape_.padded_dim = round_up(spec_.head_dim, 8);
+    attention_shape_.group = spec_.group();
+    attention_shape_.tile = spec_.head_dim <= 128 ? 32 : 16;  // keys and values of a tile stay in the first cache
+    attention_shape_.scale = spec_.attn_scale;
+    attention_shape_.softcap = spec_.attn_softcap;
+    attention_shape_.q_stride = spec_.q_size() + 2 * spec_.kv_size();
+    attention_shape_.out_stride = spec_.q_size();
+    rope_.inv_freq = inverse_frequencies(spec_.rope);
+    rope_local_.inv_freq = inverse_frequencies(spec_.rope_local);
+}
+
+void Decoder::set_tensor(const std::string& name, Type type, std::span<const std::int64_t> shape,
+                         std::span<const std::uint8_t> stored) {
+    if (finalized_) throw std::logic_error("set_tensor() after finalize()");
+    weights_.set(name, type, shape, stored, pool_);
+}
+
+void Decoder::finalize() {
+    weights_.check_complete();
+    finalized_ = true;
+}
+
+int Decoder::logit_rows(int max_rows) const {
+    const std::size_t rows = kLogitBytes / (spec_.vocab_size * sizeof(float));
+    return std::min(max_rows, static_cast<int>(std::clamp<std::size_t>(rows, kLogitRowsLeast, 1 << 16)));
+}
+
+std::size_t Decoder::workspace_bytes(int max_rows, int max_samples) const {
+    if (max_rows < 1 || max_samples < 0) throw std::invalid_argument("max_rows must be at least 1, max_samples 0");
+    const Layout layout(*this, max_rows);
+    const std::size_t plans = std::size_t(max_rows) * (sizeof(RowRun) + 2 * sizeof(int)) +
+                              std::size_t(max_samples) * (sizeof(int) + sizeof(Draw) + sizeof(DrawResult));
+    return layout.size + ActBuffer::bytes(max_rows, layout.most_cols) + pool_.size() * Sampler::bytes(spec_.vocab_size) +
+           plans;
+}
+
+void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
+    if (!finalized_) throw std::logic_error("reserve() before finalize()");
+    if (max_rows < 1 || max_samples < 0) throw std::invalid_argument("max_rows must be at least 1, max_samples 0");
+    if (cache.block_bytes > PTRDIFF_MAX / static_cast<std::size_t>(cache.num_blocks)) throw std::bad_alloc();
+    limits_ = {};  // no step until all of it is there
+    page_mapper_ = {};
+    cache_memory_ = {};
+    workspace_ = {};
+    const Layout layout(*this, max_rows);
+    cache_memory_ = AlignedBuffer(cache.block_bytes * cache.num_blocks);
+    workspace_ = AlignedBuffer(layout.size);
+    activations_ = ActBuffer(max_rows, layout.most_cols);
+    ask_for_huge_pages(cache_memory_);
+    ask_for_huge_pages(workspace_);
+    std::memset(workspace_.data(), 0, workspace_.size());
+    page_mapper_ = std::jthread(map_pages, cache_memory_.data(), cache_memory_.size());
+    auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(workspace_.data() + offset); };
+    x_ = at(layout.x);
+    y_ = at(layout.y);
+    qkv_ = at(layout.qkv);
+    attended_ = at(layout.attended);
+    gate_ = at(layout.gate);
+    up_ = at(layout.up);
+    rope_.cosines = at(layout.cosines[0]);
+    rope_.sines = at(layout.sines[0]);
+    rope_local_.cosines = at(layout.cosines[1]);
+    rope_local_.sines = at(layout.sines[1]);
+    logits_ = at(layout.logits);
+    scratch_ = at(layout.scratch);
+    scratch_stride_ = layout.scratch_stride;
+    logit_rows_ = logit_rows(max_rows);
+
+    samplers_.clear();
+    for (int i = 0; i < pool_.size(); ++i) samplers_.push_back(std::make_unique<Sampler>(isa_, spec_.vocab_size));
+    runs_.reserve(max_rows);
+    head_rows_.reserve(max_rows);
+    first_draw_.reserve(max_rows + 1);
+    draw_order_.reserve(max_samples);
+
+    cache_ = cache;
+    attention_shape_.block_size = cache.block_size;
+    attention_shape_.block_bytes = cache.block_bytes;
+    attention_shape_.f16 = cache.f16;
+    limits_ = {spec_.vocab_size, spec_.max_positions, cache.num_blocks, cache.block_size, max_rows, max_samples};
+}
+
+// Divides the rows into runs for attention. How finely does not change any bit, only how well the threads are used.
+void Decoder::plan_rows(const StepInput& input) {
+    const int units = 4 * pool_.size();  // about so many a thread, so that they end together
+    const int most = std::clamp(input.rows() * spec_.num_kv_heads / units, 1, kRowTile);
+    runs_.clear();
+    for (int item = 0; item < input.items(); ++item)
+        for (int row = input.item_rows[item]; row < input.item_rows[item + 1]; row += most) {
+            const int count = std::min(most, input.item_rows[item + 1] - row);
+            runs_.push_back({row, count, item, std::int64_t{count} * (input.positions[row] + count)});
+        }
+    std::sort(runs_.begin(), runs_.end(), [](const RowRun& a, const RowRun& b) { return a.cost > b.cost; });
+}
+
+// Orders the draws by row, and lists the rows whose logits they need.
+void Decoder::plan_draws(const StepInput& input) {
+    draw_order_.resize(input.draws.size());
+    std::iota(draw_order_.begin(), draw_order_.end(), 0);
+    std::sort(draw_order_.begin(), draw_order_.end(), [&](int a, int b) {
+        return std::pair(input.draws[a].row, a) < std::pair(input.draws[b].row, b);
+    });
+    head_rows_.clear();
+    first_draw_.clear();
+    for (std::size_t i = 0; i < draw_order_.size(); ++i) {
+        const int row = input.draws[draw_order_[i]].row;
+        if (!head_rows_.empty() && head_rows_.back() == row) continue;
+        head_rows_.push_back(row);
+        first_draw_.push_back(static_cast<int>(i));
+    }
+    first_draw_.push_back(static_cast<int>(draw_order_.size()));
+}
+
+}  // namespace chairlift

@@ -1,0 +1,122 @@
+// A decoder-only transformer: one whole step in one call, over a paged KV cache.
+//
+// Each row is computed by a fixed sequence of floating-point operations, whatever else is in the step and however the
+// work is divided: matrix products, attention and every row operation keep this rule, and nothing here adds up across
+// rows. Threads share out the work of a phase by claiming pieces; a barrier ends the phase.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "formats.h"
+#include "matmul.h"
+#include "rows.h"
+#include "sampler.h"
+#include "spec.h"
+#include "step.h"
+#include "threads.h"
+#include "weights.h"
+
+namespace chairlift {
+
+// The KV cache. A block holds all layers, so that copying it is one run of bytes:
+// [block][layer][key, value][kv head][slot][head_dim].
+struct CacheShape {
+    int num_blocks = 0;
+    int block_size = 0;
+    bool f16 = true;
+    std::size_t vector_bytes = 0;  // head_dim values
+    std::size_t head_bytes = 0;
+    std::size_t layer_bytes = 0;   // keys, then values
+    std::size_t block_bytes = 0;
+
+    CacheShape() = default;
+    CacheShape(const DecoderSpec& spec, int num_blocks, int block_size, bool f16);
+};
+
+struct StepOutput {
+    std::vector<DrawResult>* results = nullptr;  // one a draw
+    float* logits = nullptr;                     // [S, vocab], may be null
+};
+
+// Seconds by part, as the first thread sees them.
+struct Profile {
+    double matmul = 0, attention = 0, sampling = 0, other = 0, total = 0;
+    std::int64_t steps = 0;
+};
+
+class Decoder {
+public:
+    // Throws std::invalid_argument for a spec or a format that cannot be.
+    Decoder(DecoderSpec spec, int threads, Isa isa, const std::string& weights);
+
+    const DecoderSpec& spec() const { return spec_; }
+    void set_tensor(const std::string& name, Type type, std::span<const std::int64_t> shape,
+                    std::span<const std::uint8_t> stored);
+    void finalize();
+    std::size_t weight_bytes() const { return weights_.bytes(); }
+    std::size_t workspace_bytes(int max_rows, int max_samples) const;
+
+    // Allocates everything that a step needs. The pages of the cache are mapped in the background. Throws std::bad_alloc.
+    void reserve(const CacheShape& cache, int max_rows, int max_samples);
+
+    // `input` has passed check_step() with these limits(). Throws std::logic_error before reserve().
+    void step(const StepInput& input, const StepOutput& output);
+
+    const StepLimits& limits() const { return limits_; }
+    Profile profile;
+
+private:
+    // Consecutive rows of one item: what one unit of attention takes.
+    struct RowRun {
+        int row, rows, item;
+        std::int64_t cost;
+    };
+    struct Rope {
+        std::vector<float> inv_freq;  // one a pair
+        float* cosines = nullptr;     // [max_rows, pairs], filled anew by each step
+        float* sines = nullptr;
+    };
+    // Where the buffers of a step lie in one piece of memory; also used, without memory, to measure them.
+    struct Layout;
+    struct Pass;  // one step in progress
+
+    int logit_rows(int max_rows) const;
+    void plan_rows(const StepInput& input);
+    void plan_draws(const StepInput& input);
+
+    DecoderSpec spec_;
+    Isa isa_;
+    const MatmulKernels& matmul_;
+    const RowKernels& rows_;
+    const AttentionKernels& attention_;
+    ThreadPool pool_;
+    Weights weights_;
+    bool finalized_ = false;
+
+    CacheShape cache_;
+    StepLimits limits_;
+    AttentionShape attention_shape_;
+    AlignedBuffer cache_memory_, workspace_;
+    std::jthread page_mapper_;  // works on cache_memory_, so it goes first
+    ActBuffer activations_;
+    Rope rope_, rope_local_;
+    float *x_ = nullptr, *y_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *gate_ = nullptr, *up_ = nullptr;
+    float *logits_ = nullptr, *scratch_ = nullptr;
+    std::size_t scratch_stride_ = 0;  // floats of scratch_ per thread
+    int logit_rows_ = 0;              // rows of logits_: the head works in pieces of so many
+
+    std::vector<std::unique_ptr<Sampler>> samplers_;  // one a thread
+    std::vector<RowRun> runs_;        // costliest first
+    std::vector<int> draw_order_;     // draws by row
+    std::vector<int> head_rows_;      // rows that some draw needs, ascending, each once
+    std::vector<int> first_draw_;     // of each head row, in draw_order_; one more at the end
+};
+
+}  // namespace chairlift

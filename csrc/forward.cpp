@@ -1,0 +1,285 @@
+// Decoder::step: the forward pass, phase by phase, and the draws.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "decoder.h"
+
+namespace chairlift {
+
+namespace {
+
+bool any_quantized(std::initializer_list<const PackedMatrix*> matrices) {
+    return std::any_of(matrices.begin(), matrices.end(), [](const PackedMatrix* m) { return is_quantized(m->view.type); });
+}
+
+}  // namespace
+
+// One step in progress. Its functions run on every thread, in the same order, and each leaves its results behind a
+// barrier.
+struct Decoder::Pass {
+    using Time = std::chrono::steady_clock::time_point;
+
+    Decoder& d;
+    const StepInput& input;
+    const StepOutput& output;
+    Time lap;
+
+    const DecoderSpec& spec = d.spec_;
+    ThreadPool& pool = d.pool_;
+    const int rows = input.rows();
+    const int hidden = spec.hidden_size, ffn = spec.ffn_size, q = spec.q_size(), kv = spec.kv_size();
+    const int qkv = q + 2 * kv;
+
+    void run(int thread) {
+        copy_blocks(thread);
+        begin_rows();
+        end_phase(thread, d.profile.other);
+        for (int layer = 0; layer < spec.num_layers && rows > 0; ++layer) {
+            attention_block(thread, layer);
+            ffn_block(thread, layer);
+        }
+        if (spec.post_norms && rows > 0) finish_rows(thread);
+        const int heads = static_cast<int>(d.head_rows_.size());
+        for (int begin = 0; begin < heads; begin += d.logit_rows_)
+            head_piece(thread, begin, std::min(heads - begin, d.logit_rows_));
+    }
+
+    void end_phase(int thread, double& part) {
+        pool.barrier();
+        if (thread != 0) return;
+        const Time now = std::chrono::steady_clock::now();
+        part += std::chrono::duration<double>(now - lap).count();
+        lap = now;
+    }
+
+    template <class Body>
+    void for_rows(int count, Body&& body) {
+        pool.for_each_piece(count, std::max(1, count / (4 * pool.size())), [&](std::int64_t begin, std::int64_t end) {
+            for (int row = static_cast<int>(begin); row < end; ++row) body(row);
+        });
+    }
+
+    // Each thread does its slice of every copy, in the order of the ops, so that no copy waits for another.
+    void copy_blocks(int thread) {
+        const std::size_t bytes = d.cache_.block_bytes;
+        const std::size_t begin = bytes * thread / pool.size(), end = bytes * (thread + 1) / pool.size();
+        for (std::size_t i = 0; i < input.block_ops.size(); i += 3) {
+            const std::uint8_t* source = d.cache_memory_.data() + input.block_ops[i + 1] * bytes;
+            std::uint8_t* destination = d.cache_memory_.data() + input.block_ops[i + 2] * bytes;
+            if (source != destination) std::memcpy(destination + begin, source + begin, end - begin);
+        }
+    }
+
+    // Embeddings, and the angles of the rotary embedding.
+    void begin_rows() {
+        for_rows(rows, [&](int row) {
+            float* x = d.x_ + std::size_t(row) * hidden;
+            dequantize_packed_row(d.weights_.embed(), input.tokens[row], x);
+            if (spec.embed_scale != 1.0f)
+                for (int i = 0; i < hidden; ++i) x[i] *= spec.embed_scale;
+            fill_angles(d.rope_, spec.rope, row);
+            if (!(spec.rope_local == spec.rope)) fill_angles(d.rope_local_, spec.rope_local, row);
+        });
+    }
+
+    void fill_angles(const Rope& rope, const RopeSpec& rope_spec, int row) const {
+        const std::size_t pairs = rope.inv_freq.size();
+        for (std::size_t i = 0; i < pairs; ++i) {
+            const float angle = static_cast<float>(input.positions[row]) * rope.inv_freq[i];
+            rope.cosines[row * pairs + i] = static_cast<float>(std::cos(double{angle}) * rope_spec.attention_factor);
+            rope.sines[row * pairs + i] = static_cast<float>(std::sin(double{angle}) * rope_spec.attention_factor);
+        }
+    }
+
+    ActRows activations(const float* x, int count, int cols) const { return d.activations_.rows(x, cols, count, cols); }
+
+    // x += post_norm(y) where there are post norms, then y = norm(x), quantised if a weight wants that.
+    void norm_rows(const Vector* post_norm, const Vector& norm, bool quantized) {
+        const ActRows y = activations(d.y_, rows, hidden);
+        for_rows(rows, [&](int row) {
+            float* x_row = d.x_ + std::size_t(row) * hidden;
+            float* y_row = d.y_ + std::size_t(row) * hidden;
+            if (post_norm) d.rows_.add_rms_norm(y_row, post_norm->data(), hidden, spec.norm_eps, x_row);
+            d.rows_.rms_norm(x_row, norm.data(), hidden, spec.norm_eps, y_row);
+            if (quantized) d.matmul_.quantize_row(y, row);
+        });
+    }
+
+    const Vector* post_ffn_norm(int layer) const {
+        return spec.post_norms && layer >= 0 ? &d.weights_.layer(layer).post_ffn_norm : nullptr;
+    }
+
+    // Adds a product to x, or with post norms leaves it in y for the next norm_rows.
+    void project(int thread, const PackedMatrix& w, const ActRows& in, const Vector& b) {
+        const MatmulJob job{&w.view, spec.post_norms ? d.y_ : d.x_, std::size_t(hidden), bias(b), !spec.post_norms};
+        matmul(d.matmul_, {&job, 1}, in, pool);
+        end_phase(thread, d.profile.matmul);
+    }
+
+    void attention_block(int thread, int layer) {
+        const LayerWeights& w = d.weights_.layer(layer);
+        norm_rows(post_ffn_norm(layer - 1), w.attn_norm, any_quantized({&w.q, &w.k, &w.v}));
+        end_phase(thread, d.profile.other);
+
+        const std::size_t stride = qkv;
+        const MatmulJob jobs[] = {{&w.q.view, d.qkv_, stride, bias(w.q_bias), false},
+                                  {&w.k.view, d.qkv_ + q, stride, bias(w.k_bias), false},
+                                  {&w.v.view, d.qkv_ + q + kv, stride, bias(w.v_bias), false}};
+        matmul(d.matmul_, jobs, activations(d.y_, rows, hidden), pool);
+        end_phase(thread, d.profile.matmul);
+
+        store_rows(w, layer);
+        end_phase(thread, d.profile.other);
+        attend(thread, layer);
+        end_phase(thread, d.profile.attention);
+
+        const ActRows attended = activations(d.attended_, rows, q);
+        if (is_quantized(w.o.view.type)) {
+            quantize_rows(d.matmul_, attended, pool);
+            end_phase(thread, d.profile.other);
+        }
+        project(thread, w.o, attended, w.o_bias);
+    }
+
+    void ffn_block(int thread, int layer) {
+        const LayerWeights& w = d.weights_.layer(layer);
+        norm_rows(spec.post_norms ? &w.post_attn_norm : nullptr, w.ffn_norm, any_quantized({&w.gate, &w.up}));
+        end_phase(thread, d.profile.other);
+
+        const MatmulJob jobs[] = {{&w.gate.view, d.gate_, std::size_t(ffn), bias(w.gate_bias), false},
+                                  {&w.up.view, d.up_, std::size_t(ffn), bias(w.up_bias), false}};
+        matmul(d.matmul_, jobs, activations(d.y_, rows, hidden), pool);
+        end_phase(thread, d.profile.matmul);
+
+        const ActRows gated = activations(d.gate_, rows, ffn);
+        const bool quantized = is_quantized(w.down.view.type);
+        const auto activate =
+            spec.activation == Activation::silu ? d.rows_.silu_times : d.rows_.gelu_tanh_times;
+        for_rows(rows, [&](int row) {
+            activate(d.gate_ + std::size_t(row) * ffn, d.up_ + std::size_t(row) * ffn, ffn);
+            if (quantized) d.matmul_.quantize_row(gated, row);
+        });
+        end_phase(thread, d.profile.other);
+        project(thread, w.down, gated, w.down_bias);
+    }
+
+    // Norms and rotates queries and keys, and writes keys and values into the cache.
+    void store_rows(const LayerWeights& w, int layer) {
+        const Rope& rope = local(layer) ? d.rope_local_ : d.rope_;
+        const int runs = static_cast<int>(d.runs_.size());
+        for_rows(runs, [&](int i) {
+            const RowRun& run = d.runs_[i];
+            for (int row = run.row; row < run.row + run.rows; ++row) store_row(w, layer, rope, row, run.item);
+        });
+    }
+
+    bool local(int layer) const { return spec.layer_windows[layer] > 0 && !(spec.rope_local == spec.rope); }
+
+    void store_row(const LayerWeights& w, int layer, const Rope& rope, int row, int item) {
+        float* heads = d.qkv_ + std::size_t(row) * qkv;
+        const std::size_t pairs = rope.inv_freq.size();
+        for (int head = 0; head < spec.num_heads + spec.num_kv_heads; ++head) {
+            float* values = heads + std::size_t(head) * spec.head_dim;
+            const Vector& norm = head < spec.num_heads ? w.q_norm : w.k_norm;
+            if (spec.qk_norm) d.rows_.rms_norm(values, norm.data(), spec.head_dim, spec.norm_eps, values);
+            d.rows_.rotate(values, rope.cosines + row * pairs, rope.sines + row * pairs, static_cast<int>(pairs));
+        }
+        const CacheShape& cache = d.cache_;
+        const int position = input.positions[row];
+        const int block = input.block_tables[input.table_offsets[item] + position / cache.block_size];
+        std::uint8_t* slot = d.cache_memory_.data() + block * cache.block_bytes + layer * cache.layer_bytes +
+                             position % cache.block_size * cache.vector_bytes;
+        for (int head = 0; head < 2 * spec.num_kv_heads; ++head)  // all keys, then all values, as in the row
+            store_vector(heads + q + std::size_t(head) * spec.head_dim, slot + head * cache.head_bytes);
+    }
+
+    void store_vector(const float* values, std::uint8_t* stored) const {
+        if (d.cache_.f16)
+            d.rows_.to_f16(values, spec.head_dim, reinterpret_cast<std::uint16_t*>(stored));
+        else
+            std::memcpy(stored, values, d.cache_.vector_bytes);
+    }
+
+    void attend(int thread, int layer) {
+        const CacheShape& cache = d.cache_;
+        const int kv_heads = spec.num_kv_heads;
+        float* scratch = d.scratch_ + d.scratch_stride_ * thread;
+        const std::uint8_t* keys = d.cache_memory_.data() + layer * cache.layer_bytes;
+        pool.for_each_piece(std::int64_t(d.runs_.size()) * kv_heads, 1, [&](std::int64_t index, std::int64_t) {
+            const RowRun& run = d.runs_[index / kv_heads];
+            const std::size_t head = index % kv_heads, head_floats = head * spec.group() * spec.head_dim;
+            AttentionUnit unit;
+            unit.q = d.qkv_ + std::size_t(run.row) * qkv + head_floats;
+            unit.out = d.attended_ + std::size_t(run.row) * q + head_floats;
+            unit.rows = run.rows;
+            unit.first_position = input.positions[run.row];
+            unit.window = spec.layer_windows[layer];
+            unit.table = input.block_tables.data() + input.table_offsets[run.item];
+            unit.keys = keys + head * cache.head_bytes;
+            unit.values = unit.keys + kv_heads * cache.head_bytes;
+            d.attention_.attend(d.attention_shape_, unit, scratch);
+        });
+    }
+
+    // The last layer's post norm.
+    void finish_rows(int thread) {
+        const Vector& norm = *post_ffn_norm(spec.num_layers - 1);
+        for_rows(rows, [&](int row) {
+            const std::size_t at = std::size_t(row) * hidden;
+            d.rows_.add_rms_norm(d.y_ + at, norm.data(), hidden, spec.norm_eps, d.x_ + at);
+        });
+        end_phase(thread, d.profile.other);
+    }
+
+    // Logits of `count` of the head rows, and their draws.
+    void head_piece(int thread, int begin, int count) {
+        const MatrixView& head = d.weights_.lm_head();
+        const ActRows y = activations(d.y_, count, hidden);
+        for_rows(count, [&](int i) {
+            const float* x = d.x_ + std::size_t(d.head_rows_[begin + i]) * hidden;
+            d.rows_.rms_norm(x, d.weights_.final_norm().data(), hidden, spec.norm_eps, d.y_ + std::size_t(i) * hidden);
+            if (is_quantized(head.type)) d.matmul_.quantize_row(y, i);
+        });
+        end_phase(thread, d.profile.other);
+
+        const std::size_t vocab = spec.vocab_size;
+        const MatmulJob job{&head, d.logits_, vocab, nullptr, false};
+        matmul(d.matmul_, {&job, 1}, y, pool);
+        end_phase(thread, d.profile.matmul);
+
+        if (spec.logit_softcap > 0.0f) {
+            for_rows(count, [&](int i) { d.rows_.softcap(d.logits_ + i * vocab, spec.vocab_size, spec.logit_softcap); });
+            end_phase(thread, d.profile.other);
+        }
+        draw(thread, begin, count);
+        end_phase(thread, d.profile.sampling);
+    }
+
+    void draw(int thread, int begin, int count) {
+        const std::size_t vocab = spec.vocab_size;
+        const int first = d.first_draw_[begin], last = d.first_draw_[begin + count];
+        pool.for_each_piece(last - first, 1, [&](std::int64_t offset, std::int64_t) {
+            const int index = d.draw_order_[first + offset];
+            const Draw& draw = input.draws[index];
+            const auto row = std::lower_bound(d.head_rows_.begin() + begin, d.head_rows_.begin() + begin + count, draw.row);
+            const float* logits = d.logits_ + (row - d.head_rows_.begin() - begin) * vocab;
+            d.samplers_[thread]->sample(logits, draw, (*output.results)[index]);
+            if (output.logits) std::copy(logits, logits + vocab, output.logits + index * vocab);
+        });
+    }
+};
+
+void Decoder::step(const StepInput& input, const StepOutput& output) {
+    if (limits_.max_rows == 0) throw std::logic_error("step() before reserve()");
+    plan_rows(input);
+    plan_draws(input);
+    Pass pass{*this, input, output, std::chrono::steady_clock::now()};
+    const auto begin = pass.lap;
+    pool_.run([&](int thread) { pass.run(thread); });
+    profile.total += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    ++profile.steps;
+}
+
+}  // namespace chairlift

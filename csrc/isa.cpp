@@ -1,0 +1,31 @@
+#include "isa.h"
+
+#include <stdexcept>
+
+namespace chairlift {
+
+std::vector<Isa> available_isas() {
+    std::vector<Isa> found;
+#ifdef CHAIRLIFT_HAVE_AVX2
+    __builtin_cpu_init();
+    // Every processor with AVX2 also converts f16 (F16C is older, and not a name all compilers know here).
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(Isa::avx2);
+#endif
+    found.push_back(Isa::portable);
+    return found;
+}
+
+const char* isa_name(Isa isa) { return isa == Isa::avx2 ? "avx2" : "portable"; }
+
+Isa parse_isa(const std::string& name) {
+    const std::vector<Isa> available = available_isas();
+    if (name == "auto") return available.front();
+    std::string names;
+    for (const Isa isa : available) {
+        if (name == isa_name(isa)) return isa;
+        names += std::string(", ") + isa_name(isa);
+    }
+    throw std::invalid_argument("instruction set '" + name + "' is not available here; choose one of: auto" + names);
+}
+
+}  // namespace chairlift

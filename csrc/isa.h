@@ -1,0 +1,65 @@
+// Instruction sets, chosen at run time.
+//
+// A source named NAME.isa.cpp is compiled once per instruction set, with CHAIRLIFT_ISA defined as its name, and puts
+// everything it defines into namespace chairlift::CHAIRLIFT_ISA. It exports one constant table of function pointers:
+//
+//     // things.h                                                 // things.isa.cpp
+//     struct ThingKernels { void (*thing)(float*, int); };        #include "simd.h"
+//     CHAIRLIFT_PER_ISA(ThingKernels, thing_kernels)              #include "things.h"
+//                                                                 namespace chairlift::CHAIRLIFT_ISA {
+//     // a caller                                                 static void thing(float* x, int n) { ... }
+//     thing_kernels(isa).thing(x, n);                             extern const ThingKernels thing_kernels = {thing};
+//                                                                 }
+//
+// Such a source must not call inline functions or templates of other namespaces that the compiler may leave out of
+// line (std::vector, std::max, ...): the linker keeps one copy of those, and it could be the one for a processor that
+// this machine is not. Plain structs, pointers and simd.h are all it needs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace chairlift {
+
+enum class Isa { portable, avx2 };
+
+// The sets that this build contains and this processor runs, best first. Never empty.
+std::vector<Isa> available_isas();
+
+// "portable", "avx2".
+const char* isa_name(Isa isa);
+
+// "auto" is the best available; throws std::invalid_argument for a name that is unknown or not available here.
+Isa parse_isa(const std::string& name);
+
+}  // namespace chairlift
+
+#ifdef CHAIRLIFT_HAVE_AVX2
+#define CHAIRLIFT_SELECT_AVX2(table) \
+    if (isa == Isa::avx2) return avx2::table;
+#else
+#define CHAIRLIFT_SELECT_AVX2(table)
+#endif
+
+// Declares the table that each instruction set exports, and the function that picks one of them.
+// Stands at the end of a header, outside any namespace.
+#ifdef CHAIRLIFT_ISA
+#define CHAIRLIFT_PER_ISA(Table, table)      \
+    namespace chairlift::CHAIRLIFT_ISA {     \
+    extern const Table table;                \
+    }
+#else
+#define CHAIRLIFT_PER_ISA(Table, table)      \
+    namespace chairlift::portable {          \
+    extern const Table table;                \
+    }                                        \
+    namespace chairlift::avx2 {              \
+    extern const Table table;                \
+    }                                        \
+    namespace chairlift {                    \
+    inline const Table& table([[maybe_unused]] Isa isa) { \
+        CHAIRLIFT_SELECT_AVX2(table)         \
+        return portable::table;              \
+    }                                        \
+    }
+#endif

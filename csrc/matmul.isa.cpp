@@ -1,0 +1,298 @@
+#include "matmul.h"
+
+#include "simd.h"
+
+// Everything an inner loop iterates over is known at compile time, so that sums stay in registers.
+#define CHAIRLIFT_UNROLL _Pragma("GCC unroll 16")
+
+namespace chairlift::CHAIRLIFT_ISA {
+namespace {
+
+constexpr int kQuads = kGroup / 4;
+
+struct Rows {  // of the activations, at the first row of a tile
+    const float* x;
+    std::size_t x_stride;
+    const std::int8_t* q;
+    std::size_t q_stride;
+    const float* groups;
+    std::size_t group_stride;
+};
+
+// How many quads of products a 16-bit lane can sum before 2 * largest value * 127 * quads overflows.
+constexpr int quads_per_sum(Type type) {
+    switch (type) {
+        case Type::q4_0: case Type::q4_1: case Type::q4_k: return 8;
+        case Type::q5_0: case Type::q5_1: case Type::q5_k: return 4;
+        default: return 2;  // q6_k
+    }
+}
+
+// Half a quad (8 of its 16 columns) as bytes.
+template <Type type>
+CHAIRLIFT_INLINE i8x32 load_quad(const std::uint8_t* values, int quad, int half) {
+    if constexpr (packed_layout(type).value_bits == 8) {
+        return load_bytes(values + quad * 64 + half * 32);
+    } else {
+        const i8x32 two = load_bytes(values + quad / 2 * 64 + half * 32);
+        return quad % 2 ? high_nibbles(two) : low_nibbles(two);
+    }
+}
+
+// Integer products of quads [first, first + count) of a group, R rows by 16 columns, for values of up to 6 bits.
+template <Type type, int R>
+CHAIRLIFT_INLINE void multiply_quads(const std::uint8_t* values, const std::int8_t* q, std::size_t q_stride, int first,
+                                     int count, i32x8 (&dot)[R][2]) {
+    constexpr int run = quads_per_sum(type);
+    CHAIRLIFT_UNROLL
+    for (int start = first; start < first + count; start += run) {
+        i16x16 sums[R][2];
+        CHAIRLIFT_UNROLL
+        for (int quad = start; quad < start + run; quad++) {
+            const i8x32 left = load_quad<type>(values, quad, 0), right = load_quad<type>(values, quad, 1);
+            CHAIRLIFT_UNROLL
+            for (int r = 0; r < R; r++) {
+                const i8x32 x = broadcast_quad(q + r * q_stride + quad * 4);
+                const i16x16 a = multiply_pairs(left, x), b = multiply_pairs(right, x);
+                sums[r][0] = quad == start ? a : sums[r][0] + a;
+                sums[r][1] = quad == start ? b : sums[r][1] + b;
+            }
+        }
+        CHAIRLIFT_UNROLL
+        for (int r = 0; r < R; r++) {
+            const i32x8 a = widen_pairs<1>(sums[r][0]), b = widen_pairs<1>(sums[r][1]);
+            dot[r][0] = start == first ? a : dot[r][0] + a;
+            dot[r][1] = start == first ? b : dot[r][1] + b;
+        }
+    }
+}
+
+// The same for a whole group of 8-bit values: the nibbles apart, so that their sums stay in 16 bits.
+template <int R>
+CHAIRLIFT_INLINE void multiply_bytes(const std::uint8_t* values, const std::int8_t* q, std::size_t q_stride,
+                                     i32x8 (&dot)[R][2]) {
+    CHAIRLIFT_UNROLL
+    for (int half = 0; half < 2; half++) {
+        asm volatile("" ::: "memory");  // load x again for the second half; to keep it all would be to spill it
+        i16x16 low[R], high[R];
+        CHAIRLIFT_UNROLL
+        for (int quad = 0; quad < kQuads; quad++) {
+            const i8x32 bytes = load_bytes(values + quad * 64 + half * 32);
+            const i8x32 lower = low_nibbles(bytes), upper = high_nibbles(bytes);
+            CHAIRLIFT_UNROLL
+            for (int r = 0; r < R; r++) {
+                const i8x32 x = broadcast_quad(q + r * q_stride + quad * 4);
+                const i16x16 a = multiply_pairs(lower, x), b = multiply_pairs(upper, x);
+                low[r] = quad == 0 ? a : low[r] + a;
+                high[r] = quad == 0 ? b : high[r] + b;
+            }
+        }
+        CHAIRLIFT_UNROLL
+        for (int r = 0; r < R; r++) dot[r][half] = widen_pairs<1>(low[r]) + widen_pairs<16>(high[r]);
+    }
+}
+
+template <Type type>
+CHAIRLIFT_INLINE f32x8 load_scales(const std::uint8_t* p, int half) {
+    if constexpr (packed_layout(type).wide_scales) {
+        return load(reinterpret_cast<const float*>(p) + half * 8);
+    } else {
+        return load_f16(reinterpret_cast<const std::uint16_t*>(p) + half * 8);
+    }
+}
+
+// R rows by one panel of quantised weights.
+template <Type type, int R>
+void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float (*out)[kPanel]) {
+    constexpr PackedLayout layout = packed_layout(type);
+    constexpr int parts = layout.scale_rows;  // scales per group
+    f32x8 acc[R][2];
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero8();
+
+    const std::int8_t* q = rows.q;
+    const float* x_group = rows.groups;
+    for (int k = 0; k < cols; k += kGroup, block += layout.block_bytes(), q += kGroup, x_group += 4) {
+        CHAIRLIFT_UNROLL
+        for (int part = 0; part < parts; part++) {
+            i32x8 dot[R][2];
+            if constexpr (type == Type::q8_0) {
+                multiply_bytes<R>(block, q, rows.q_stride, dot);
+            } else {
+                multiply_quads<type, R>(block, q, rows.q_stride, part * kQuads / parts, kQuads / parts, dot);
+            }
+            const std::uint8_t* scales = block + layout.value_bytes() + part * layout.scale_row_bytes();
+            const f32x8 left = load_scales<type>(scales, 0), right = load_scales<type>(scales, 1);
+            CHAIRLIFT_UNROLL
+            for (int r = 0; r < R; r++) {
+                const float* of_row = x_group + r * rows.group_stride;  // scale, scaled sum, sum, sum of the first half
+                f32x8 a = to_float(dot[r][0]), b = to_float(dot[r][1]);
+                if constexpr (layout.zero != 0) {  // still exact: integers below 2^24
+                    const float sum = parts == 1 ? of_row[2] : part == 0 ? of_row[3] : of_row[2] - of_row[3];
+                    a = fma(broadcast(sum), broadcast(-static_cast<float>(layout.zero)), a);
+                    b = fma(broadcast(sum), broadcast(-static_cast<float>(layout.zero)), b);
+                }
+                const f32x8 x_scale = broadcast(of_row[0]);
+                acc[r][0] = fma(a, x_scale * left, acc[r][0]);
+                acc[r][1] = fma(b, x_scale * right, acc[r][1]);
+            }
+            if constexpr (layout.has_minimum) {
+                const std::uint8_t* minimums = block + layout.minimum_offset();
+                const f32x8 left_minimum = load_scales<type>(minimums, 0), right_minimum = load_scales<type>(minimums, 1);
+                CHAIRLIFT_UNROLL
+                for (int r = 0; r < R; r++) {
+                    const f32x8 x_sum = broadcast(x_group[r * rows.group_stride + 1]);
+                    acc[r][0] = fma(x_sum, left_minimum, acc[r][0]);
+                    acc[r][1] = fma(x_sum, right_minimum, acc[r][1]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        store(out[r], acc[r][0]);
+        store(out[r] + 8, acc[r][1]);
+    }
+}
+
+template <Type type>
+CHAIRLIFT_INLINE f32x8 load_floats(const std::uint8_t* panel, std::size_t index) {
+    if constexpr (type == Type::f32) return load(reinterpret_cast<const float*>(panel) + index);
+    if constexpr (type == Type::f16) return load_f16(reinterpret_cast<const std::uint16_t*>(panel) + index);
+    if constexpr (type == Type::bf16) return load_bf16(reinterpret_cast<const std::uint16_t*>(panel) + index);
+}
+
+// R rows by one panel of float weights.
+template <Type type, int R>
+void float_tile(const std::uint8_t* panel, int cols, const Rows& rows, float (*out)[kPanel]) {
+    f32x8 acc[R][2];
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero8();
+    for (int k = 0; k < cols; k++) {
+        const f32x8 left = load_floats<type>(panel, static_cast<std::size_t>(k) * kPanel);
+        const f32x8 right = load_floats<type>(panel, static_cast<std::size_t>(k) * kPanel + 8);
+        CHAIRLIFT_UNROLL
+        for (int r = 0; r < R; r++) {
+            const f32x8 x = broadcast(rows.x[r * rows.x_stride + k]);
+            acc[r][0] = fma(x, left, acc[r][0]);
+            acc[r][1] = fma(x, right, acc[r][1]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        store(out[r], acc[r][0]);
+        store(out[r] + 8, acc[r][1]);
+    }
+}
+
+template <Type type, int R>
+CHAIRLIFT_INLINE void tile(const std::uint8_t* panel, int cols, const Rows& rows, float (*out)[kPanel]) {
+    if constexpr (is_quantized(type)) {
+        quantized_tile<type, R>(panel, cols, rows, out);
+    } else {
+        float_tile<type, R>(panel, cols, rows, out);
+    }
+}
+
+constexpr int kTileRows = 4;
+
+struct Output {
+    float* out;
+    std::size_t stride;
+    const float* bias;  // of the panel's first column, or null
+    bool accumulate;
+    int columns;  // 16, or fewer in the last panel
+};
+
+void write_tile(const float (*sums)[kPanel], int rows, const Output& to) {
+    for (int r = 0; r < rows; r++) {
+        float* out = to.out + r * to.stride;
+        for (int c = 0; c < to.columns; c++) {
+            float value = sums[r][c];
+            if (to.bias) value += to.bias[c];
+            if (to.accumulate) value += out[c];
+            out[c] = value;
+        }
+    }
+}
+
+template <Type type>
+void gemm_of(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int panel_begin, int panel_end,
+             float* out, std::size_t out_stride, const float* bias, bool accumulate) {
+    for (int panel = panel_begin; panel < panel_end; panel++) {
+        const std::uint8_t* weights = w.data + panel * w.panel_bytes;
+        const int column = panel * kPanel;
+        const int columns = w.rows - column < kPanel ? w.rows - column : kPanel;
+        for (int row = row_begin; row < row_end; row += kTileRows) {
+            const Rows rows = {x.x + row * x.x_stride,           x.x_stride,     x.q + row * x.q_stride, x.q_stride,
+                               x.groups + row * x.group_stride, x.group_stride};
+            const int count = row_end - row < kTileRows ? row_end - row : kTileRows;
+            alignas(32) float sums[kTileRows][kPanel];
+            switch (count) {
+                case 1: tile<type, 1>(weights, w.cols, rows, sums); break;
+                case 2: tile<type, 2>(weights, w.cols, rows, sums); break;
+                case 3: tile<type, 3>(weights, w.cols, rows, sums); break;
+                default: tile<type, kTileRows>(weights, w.cols, rows, sums);
+            }
+            write_tile(sums, count, {out + row * out_stride + column, out_stride, bias ? bias + column : nullptr,
+                                     accumulate, columns});
+        }
+    }
+}
+
+void gemm(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int panel_begin, int panel_end, float* out,
+          std::size_t out_stride, const float* bias, bool accumulate) {
+#define CHAIRLIFT_CASE(type) \
+    case Type::type:         \
+        return gemm_of<Type::type>(w, x, row_begin, row_end, panel_begin, panel_end, out, out_stride, bias, accumulate);
+    switch (w.type) {
+        CHAIRLIFT_CASE(f32)
+        CHAIRLIFT_CASE(f16)
+        CHAIRLIFT_CASE(bf16)
+        CHAIRLIFT_CASE(q4_0)
+        CHAIRLIFT_CASE(q4_1)
+        CHAIRLIFT_CASE(q5_0)
+        CHAIRLIFT_CASE(q5_1)
+        CHAIRLIFT_CASE(q8_0)
+        CHAIRLIFT_CASE(q4_k)
+        CHAIRLIFT_CASE(q5_k)
+        CHAIRLIFT_CASE(q6_k)
+    }
+#undef CHAIRLIFT_CASE
+}
+
+void quantize_row(const ActRows& rows, int row) {
+    const float* x = rows.x + row * rows.x_stride;
+    std::int8_t* q = rows.q + row * rows.q_stride;
+    float* x_group = rows.groups + row * rows.group_stride;
+    for (int k = 0; k < rows.cols; k += kGroup, x += kGroup, q += kGroup, x_group += 4) {
+        f32x8 v[4], largest = zero8(), probe = zero8();
+        for (int i = 0; i < 4; i++) {
+            v[i] = load(x + 8 * i);
+            largest = max(abs(v[i]), largest);
+            probe = probe + v[i] * zero8();  // NaN if any value is not finite
+        }
+        const float peak = maximum(largest);
+        const bool finite = sum(probe) == 0.0f;
+        // Below 1e-30 the reciprocal may overflow; such a group is zero to every purpose.
+        const bool usable = finite && peak >= 1e-30f;
+        const float scale = finite ? (usable ? peak / 127.0f : 0.0f) : __builtin_nanf("");
+        const f32x8 inverse = broadcast(usable ? 127.0f / peak : 0.0f);
+        for (int i = 0; i < 4; i++) v[i] = usable ? v[i] * inverse : zero8();
+        store_rounded(q, v);
+
+        const std::int8_t ones[4] = {1, 1, 1, 1};
+        float sums[8];  // of four values each
+        store(sums, to_float(widen_pairs<1>(multiply_pairs(broadcast_quad(ones), load_bytes(q)))));
+        const float first = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        const float both = first + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+        x_group[0] = scale;
+        x_group[1] = scale * both;
+        x_group[2] = both;
+        x_group[3] = first;
+    }
+}
+
+}  // namespace
+
+extern const MatmulKernels matmul_kernels = {quantize_row, gemm};
+
+}  // namespace chairlift::CHAIRLIFT_ISA

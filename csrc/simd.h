@@ -1,0 +1,71 @@
+// Vectors of eight floats, and the integer vectors of the quantised products, for the instruction set being compiled.
+//
+// Only for NAME.isa.cpp sources (isa.h). Each operation is a fixed sequence of roundings, so a result depends on the
+// operands alone. The portable vectors use the compilers' generic vector types: SSE2 or NEON code without naming them.
+//
+// `fma` is one rounding on AVX2 and two (product, then sum) on portable, where a fused one may be a library call.
+#pragma once
+
+#ifndef CHAIRLIFT_ISA
+#error "simd.h is for sources compiled once per instruction set (NAME.isa.cpp)"
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define CHAIRLIFT_INLINE inline __attribute__((always_inline))
+
+#ifdef CHAIRLIFT_ISA_AVX2
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+namespace chairlift::CHAIRLIFT_ISA {
+
+// f32x8 (from the header above):
+//   zero8() broadcast(x) load(p) store(p, v) load_f16(p) store_f16(p, v) load_bf16(p)
+//   v + w, v - w, v * w, v / w, -v, fma(a, b, c) = a * b + c, min(a, b), max(a, b): b if either is NaN; abs(v)
+//   below(a, b, then, otherwise): then where a < b, else (and for NaN) otherwise
+//   round_even(v), exp2i(v): 2^v for integral v in -126..127, sum(v), maximum(v) (in one fixed order)
+// f16 values are passed as std::uint16_t bits.
+
+// The first n < 8 floats; the rest is `fill`.
+CHAIRLIFT_INLINE f32x8 load_first(const float* p, int n, float fill = 0.0f) {
+    alignas(32) float lanes[8];
+    for (int i = 0; i < 8; i++) lanes[i] = i < n ? p[i] : fill;
+    return load(lanes);
+}
+
+CHAIRLIFT_INLINE void store_first(float* p, f32x8 v, int n) {
+    alignas(32) float lanes[8];
+    store(lanes, v);
+    for (int i = 0; i < n; i++) p[i] = lanes[i];
+}
+
+// e^x within 2 units in the last place. 0 below -87.3 (and for -infinity), e^88 above 88, NaN for NaN.
+CHAIRLIFT_INLINE f32x8 exp(f32x8 x) {
+    const f32x8 lowest = broadcast(-87.3f);
+    const f32x8 clamped = max(lowest, min(broadcast(88.0f), x));
+    const f32x8 n = round_even(clamped * broadcast(1.44269504f));  // x = n ln 2 + r with |r| <= ln 2 / 2
+    f32x8 r = fma(n, broadcast(-0.693359375f), clamped);           // ln 2 in two parts, the first with few bits
+    r = fma(n, broadcast(2.12194440e-4f), r);
+    f32x8 p = broadcast(1.0f / 5040);  // the exponential series to r^7, whose rest is below 1e-8
+    p = fma(p, r, broadcast(1.0f / 720));
+    p = fma(p, r, broadcast(1.0f / 120));
+    p = fma(p, r, broadcast(1.0f / 24));
+    p = fma(p, r, broadcast(1.0f / 6));
+    p = fma(p, r, broadcast(0.5f));
+    p = fma(p, r, broadcast(1.0f));
+    p = fma(p, r, broadcast(1.0f));
+    return below(x, lowest, zero8(), p * exp2i(n));
+}
+
+// tanh(x) = 1 - 2 / (e^2x + 1): absolute error within 2e-7.
+CHAIRLIFT_INLINE f32x8 tanh(f32x8 x) {
+    const f32x8 one = broadcast(1.0f);
+    return one - broadcast(2.0f) / (exp(x + x) + one);
+}
+
+}  // namespace chairlift::CHAIRLIFT_ISA

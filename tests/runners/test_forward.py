@@ -1,0 +1,176 @@
+"""The forward pass against its definition in float64: every kind of layer, both instruction sets, both KV types."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift import _native
+
+NAMES = ["llama", "interleaved", "gemma", "odd"]
+
+
+def random_tokens(vocab_size: int, count: int, seed: int = 1) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_the_reference(build: Any, reference: Any, name: str, isa: str) -> None:
+    """F32 weights and F32 KV: rounding only."""
+    tiny = build(name, isa=isa)
+    tokens = random_tokens(tiny.spec.vocab_size, 90)
+    logits = tiny.every_row(tokens, table=list(range(20, 26)))
+    expected = reference(tiny.spec, tiny.weights, tokens)
+    assert expected.std() > 1.0
+    np.testing.assert_allclose(logits, expected, atol=5e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_with_f16_kv(build: Any, reference: Any, name: str) -> None:
+    tiny = build(name, kv="f16")
+    tokens = random_tokens(tiny.spec.vocab_size, 60)
+    logits = tiny.every_row(tokens, table=[3, 1, 2, 0])
+    expected = reference(tiny.spec, tiny.weights, tokens)
+    assert np.abs(logits - expected).max() < 4e-3 * np.abs(expected).max()
+    assert np.abs(logits - expected).max() > 1e-5  # the cache really is f16
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("name", ["llama", "gemma", "interleaved"])
+def test_logits_with_quantized_weights(build: Any, reference: Any, name: str, isa: str) -> None:
+    """Against the dequantised weights; what remains is the rounding of activations to 8 bits."""
+    tiny = build(name, quantized=True, isa=isa)
+    tokens = random_tokens(tiny.spec.vocab_size, 60)
+    logits = tiny.every_row(tokens, table=[0, 1, 2, 3])
+    expected = reference(tiny.spec, tiny.weights, tokens)
+    error = np.sqrt(((logits - expected) ** 2).mean()) / expected.std()
+    assert error < 0.03
+
+
+def test_window_of_one_sees_only_itself(build: Any, item: Any) -> None:
+    """With every layer's window at 1 a token's logits do not depend on what came before."""
+    tiny = build("llama")
+    spec = dataclasses.replace(tiny.spec, layer_windows=(1, 1))
+    model = _native.Model(dataclasses.asdict(spec), 1)
+    for name, values in tiny.weights.items():
+        model.set_tensor(name, "f32", values.shape, np.ascontiguousarray(values).view(np.uint8).reshape(-1))
+    model.finalize()
+    model.reserve(8, 16, "f32", 32, 32)
+    narrow = dataclasses.replace(tiny, model=model, spec=spec)
+    one, other = narrow.every_row([5, 6, 7], [0]), narrow.every_row([9, 8, 7], [0])
+    # The rotation of queries and keys cancels at a distance of 0, up to rounding.
+    np.testing.assert_allclose(one[2], other[2], atol=1e-5)
+    assert np.abs(one[1] - other[1]).max() > 0.1
+
+
+def test_block_copies_run_in_order_before_the_pass(build: Any, item: Any) -> None:
+    """Copy-on-write: 0 -> 5 -> 9 in one list, then the copy is read and extended without touching the original."""
+    tiny = build("gemma", block_size=8)
+    tokens = random_tokens(tiny.spec.vocab_size, 14)
+    tiny.step([item(tokens[:12], 0, [0, 1])])
+    expected = tiny.step([item(tokens[12:13], 12, [0, 1])])["logits"]
+    copied = tiny.step([item(tokens[12:13], 12, [9, 6])], ops=[(0, 0, 5), (0, 5, 9), (0, 1, 6), (0, 5, 5)])
+    assert np.array_equal(copied["logits"], expected)
+    tiny.step([item([3], 12, [9, 6])])  # another token in the copy
+    again = tiny.step([item(tokens[13:14], 13, [0, 1])])["logits"]
+    plain = tiny.every_row(tokens, [20, 21])[13:]
+    assert np.array_equal(again, plain)
+
+
+def test_a_step_of_only_copies(build: Any) -> None:
+    tiny = build()
+    out = tiny.step([], ops=[(0, 1, 2)])
+    assert out["token"].shape == (0,)
+
+
+def test_logits_of_many_rows_come_in_pieces(build: Any, reference: Any, tensors: Any, specs: Any) -> None:
+    """More rows are asked for than the buffer for logits holds (16 MiB, at least 16 rows): the rest follow (M9)."""
+    spec = dataclasses.replace(specs["llama"], vocab_size=300_000, num_layers=1)
+    weights = tensors(spec)
+    model = _native.Model(dataclasses.asdict(spec), 2)
+    for name, values in weights.items():
+        model.set_tensor(name, "f32", values.shape, values.view(np.uint8).reshape(-1))
+    model.finalize()
+    assert model.workspace_bytes(64, 64) < 64 * 2**20  # all 64 rows at once would be 73 MiB
+    model.reserve(8, 16, "f32", 64, 64)
+    arrays = {
+        "tokens": np.arange(40, dtype=np.int32) * 7000,
+        "positions": np.arange(40, dtype=np.int32),
+        "item_rows": np.array([0, 40], np.int32),
+        "block_tables": np.arange(3, dtype=np.int32),
+        "table_offsets": np.array([0, 3], np.int32),
+        "block_ops": np.zeros((0, 3), np.int32),
+    }
+    count = 40
+    sampling = {
+        name: np.full(count, value, kind)
+        for name, value, kind in [
+            *((name, 0, np.int32) for name in ("index", "position", "top_k", "num_logprobs", "history_prompt")),
+            *((name, 0, np.float32) for name in ("temperature", "min_p", "presence", "frequency")),
+            ("top_p", 1, np.float32),
+            ("repetition", 1, np.float32),
+            ("forced", -1, np.int32),
+            ("seed", 0, np.uint64),
+        ]
+    }
+    sampling["row"] = np.arange(count, dtype=np.int32)[::-1].copy()
+    for name in ("history", "bias", "banned"):
+        sampling[f"{name}_offsets"] = np.zeros(count + 1, np.int32)
+    sampling |= {name: np.zeros(0, np.int32) for name in ("history", "bias_ids", "banned")}
+    sampling["bias_values"] = np.zeros(0, np.float32)
+    out = model.step(**arrays, sampling=sampling)
+    expected = reference(spec, weights, arrays["tokens"].tolist())
+    best_two = np.sort(expected, axis=1)[:, -2:]
+    clear = best_two[:, 1] - best_two[:, 0] > 1e-3
+    assert clear.sum() > 30
+    assert np.array_equal(out["token"][::-1][clear], expected.argmax(1)[clear])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda spec: spec | {"num_heads": 3}, "multiple of num_kv_heads"),
+        (lambda spec: spec | {"vocab_size": 0}, "vocab_size"),
+        (lambda spec: spec | {"num_layers": 2**31 - 1}, "num_layers|layer_windows"),
+        (lambda spec: spec | {"layer_windows": (1,)}, "layer_windows"),
+        (lambda spec: spec | {"layer_windows": (0, -1)}, "negative"),
+        (lambda spec: spec | {"activation": "relu"}, "activation"),
+        (lambda spec: spec | {"rope": spec["rope"] | {"dims": 18}}, "rope.dims"),
+        (lambda spec: spec | {"rope": spec["rope"] | {"dims": 7}}, "rope.dims"),
+        (lambda spec: spec | {"rope": spec["rope"] | {"style": "other"}}, "style"),
+        (lambda spec: spec | {"rope": spec["rope"] | {"inv_freq_scale": (1.0,)}}, "inv_freq_scale"),
+        (lambda spec: spec | {"hidden_size": "64"}, "hidden_size has a wrong type"),
+        (lambda spec: {key: value for key, value in spec.items() if key != "ffn_size"}, "no ffn_size"),
+    ],
+)
+def test_bad_specs_are_refused(specs: Any, change: Any, message: str) -> None:
+    spec = change(dataclasses.asdict(specs["llama"]))
+    with pytest.raises(ValueError, match=message):
+        _native.Model(spec, 1)
+
+
+def test_bad_tensors_are_refused(specs: Any, tensors: Any, stored: Any) -> None:
+    spec = specs["llama"]
+    model = _native.Model(dataclasses.asdict(spec), 1)
+    values = {name: stored(array) for name, array in tensors(spec).items()}
+    q = values["layers.0.q"]
+    with pytest.raises(ValueError, match=r"layers\.0\.q must have shape \[64, 64\], got \[64, 32\]"):
+        model.set_tensor("layers.0.q", "f32", (64, 32), q.data)
+    with pytest.raises(ValueError, match="bytes"):
+        model.set_tensor("layers.0.q", "f32", (64, 64), q.data[:-4])
+    for name in ("layers.2.q", "layers.-1.q", "layers.0.q_bias", "layers.0.", "layers.00.q", "embedding", ""):
+        with pytest.raises(ValueError, match="no tensor"):
+            model.set_tensor(name, "f32", (64, 64), q.data)
+    with pytest.raises(ValueError, match="q9_9"):
+        model.set_tensor("layers.0.q", "q9_9", (64, 64), q.data)
+    model.set_tensor("layers.0.q", "f32", (64, 64), q.data)
+    with pytest.raises(ValueError, match="twice"):
+        model.set_tensor("layers.0.q", "f32", (64, 64), q.data)
+    with pytest.raises(ValueError, match="missing"):
+        model.finalize()
+    with pytest.raises(RuntimeError, match="finalize"):
+        model.reserve(1, 16, "f32", 8, 8)

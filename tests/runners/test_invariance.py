@@ -1,0 +1,120 @@
+"""Promise 1 at the level of a step: the same sequence gives the same bits however it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+SAMPLED = {"temperature": 0.9, "seed": 77, "num_logprobs": 3, "top_p": 0.95}
+LENGTH = 75
+VARIANTS = [("llama", False), ("llama", True), ("gemma", False), ("gemma", True), ("odd", False)]
+
+
+def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+
+
+def outcome(out: dict[str, np.ndarray], rows: slice = slice(None)) -> list[bytes]:
+    return [out[name][rows].tobytes() for name in ("logits", "token", "logprob", "rank", "top_ids", "top_logprobs")]
+
+
+def compute(
+    tiny: Any, item: Any, tokens: list[int], table: list[int], chunks: list[int], others: int = 0
+) -> list[bytes]:
+    """Every row's logits and draws, in chunks of the given sizes (repeated), beside other sequences if asked."""
+    rows: list[list[bytes]] = []
+    rng = np.random.default_rng(others)
+    used = set(table)
+    free = [block for block in range(64) if block not in used]
+    start, turn = 0, 0
+    while start < len(tokens):
+        piece = tokens[start : start + chunks[turn % len(chunks)]]
+        draws = [{"row_in_item": i, **SAMPLED, "position": start + i + 1} for i in range(len(piece))]
+        items = [item(piece, start, table, draws)]
+        for i in range(others):
+            neighbour = random_tokens(tiny.spec.vocab_size, int(rng.integers(1, 12)), int(rng.integers(1000)))
+            items.insert(int(rng.integers(len(items) + 1)), item(neighbour, 0, free[2 * i : 2 * i + 2]))
+        rows += run(tiny, items, piece)
+        start, turn = start + len(piece), turn + 1
+    return [part for row in rows for part in row]
+
+
+def run(tiny: Any, items: list[Any], piece: list[int]) -> list[list[bytes]]:
+    at = next(i for i, entry in enumerate(items) if entry.tokens is piece)
+    first = sum(len(entry.tokens) for entry in items[:at])
+    for draw in items[at].draws:
+        draw["row"] = first + draw.pop("row_in_item")
+    out = tiny.step(items)
+    before = sum(len(entry.draws) for entry in items[:at])
+    return [outcome(out, slice(before + i, before + i + 1)) for i in range(len(piece))]
+
+
+@pytest.fixture(scope="module")
+def alone(build: Any, item: Any) -> Any:
+    """The outcome of a sequence computed token by token, by itself, on one thread; one a variant."""
+    known: dict[tuple[str, bool, str], tuple[list[int], list[bytes]]] = {}
+
+    def get(name: str, quantized: bool, kv: str) -> tuple[list[int], list[bytes]]:
+        key = (name, quantized, kv)
+        if key not in known:
+            tiny = build(name, quantized=quantized, kv=kv, threads=1)
+            tokens = random_tokens(tiny.spec.vocab_size, LENGTH, seed=5)
+            known[key] = tokens, compute(tiny, item, tokens, list(range(5)), [1])
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [[LENGTH], [3], [7, 1], [16], [40, 2]], ids=str)
+@pytest.mark.parametrize("kv", ["f32", "f16"])
+@pytest.mark.parametrize(("name", "quantized"), VARIANTS)
+def test_chunks_and_threads(
+    build: Any, item: Any, alone: Any, name: str, quantized: bool, kv: str, chunks: list[int], threads: int
+) -> None:
+    """C1, C2: one chunk or many, one thread or more, beside others or not."""
+    tokens, expected = alone(name, quantized, kv)
+    tiny = build(name, quantized=quantized, kv=kv, threads=threads)
+    assert compute(tiny, item, tokens, [9, 3, 30, 1, 22], chunks) == expected
+    assert compute(tiny, item, tokens, [9, 3, 30, 1, 22], chunks, others=7) == expected
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 32])
+@pytest.mark.parametrize(("name", "quantized"), VARIANTS)
+def test_block_sizes(build: Any, item: Any, alone: Any, name: str, quantized: bool, block_size: int) -> None:
+    """Tiles lie at fixed positions whatever the blocks."""
+    tokens, expected = alone(name, quantized, "f16")
+    blocks = -(-LENGTH // block_size)
+    tiny = build(name, quantized=quantized, kv="f16", block_size=block_size, num_blocks=2 * blocks)
+    table = np.random.default_rng(block_size).permutation(2 * blocks)[:blocks].tolist()
+    assert compute(tiny, item, tokens, table, [11, 1]) == expected
+
+
+def test_many_rows_beside_one(build: Any, item: Any, alone: Any) -> None:
+    """A decode beside a prompt of 200 tokens and 30 other decodes."""
+    tokens, expected = alone("gemma", True, "f16")
+    tiny = build("gemma", quantized=True, kv="f16", num_blocks=120)
+    compute(tiny, item, tokens[:-1], list(range(5)), [74])
+    prompt = random_tokens(tiny.spec.vocab_size, 200, 8)
+    others = [item([i + 1], 0, [60 + i]) for i in range(30)]
+    own = [{"row_in_item": 0, **SAMPLED, "position": LENGTH}]
+    piece = tokens[-1:]
+    middle = [item(prompt, 0, list(range(10, 23))), item(piece, LENGTH - 1, [0, 1, 2, 3, 4], own)]
+    rows = run(tiny, [*others[:9], *middle, *others[9:]], piece)
+    assert rows[0] == expected[-6:]
+
+
+def test_stale_cache_contents_are_not_read(build: Any, item: Any, alone: Any) -> None:
+    """C4: what another request left in a block, here NaN, does not reach the one that has the block now."""
+    tokens, _ = alone("llama", False, "f32")
+    untouched = build("llama", num_blocks=5)
+    weights = {name: values.copy() for name, values in untouched.weights.items()}
+    weights["embed"][7] = np.nan
+    tiny = build("llama", num_blocks=5, weights=weights)
+    out = tiny.step([item([7] * 80, 0, [0, 1, 2, 3, 4])])
+    assert out["token"].tolist() == [-1]
+    clean = [token for token in tokens if token != 7]
+    got = compute(tiny, item, clean, [4, 3, 2, 1, 0], [10])
+    assert got == compute(untouched, item, clean, [4, 3, 2, 1, 0], [10])
