@@ -1,0 +1,3 @@
+from chairlift.cli import main
+
+main()

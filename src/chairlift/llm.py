@@ -1,0 +1,302 @@
+"""The engine in this process, for offline use. Names and results are those that vLLM's users expect."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from chairlift import engine_main, models
+from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.core.plan import Output, StepStats, TokenLogprob
+from chairlift.core.ports import Abort, Add, Message
+from chairlift.core.request import FinishReason, Request, SamplingParams
+from chairlift.errors import ChairliftError, ConfigError, ParameterError, RequestRefused
+from chairlift.server.text import Delta, Transcript
+
+if TYPE_CHECKING:
+    from chairlift.models.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages such as {"role": "user", "content": "Hello"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm of a token's probability, its rank (1 is the most likely; None if not known), its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n continuations of a prompt.
+
+    Fields:
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or the stop token id that ended it; None at the model's own end or the length.
+        logprobs: per token, the drawn one and the best alternatives, by token id; None if not asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and all its continuations. ``prompt_logprobs``, if asked for, begins with None: nothing precedes the
+    first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+class _Mailbox:
+    """Source and sink of an engine that runs in the caller's own thread."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.outputs: list[Output] = []
+
+    def take(self, idle: bool) -> Sequence[Message]:
+        taken, self.messages = self.messages, []
+        return taken
+
+    def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
+        self.outputs.extend(outputs)
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    Args:
+        model: as in `EngineConfig.model`.
+        settings: any other field of `EngineConfig`.
+    Raises:
+        ConfigError, ModelError: the settings or the model cannot work; the message says why.
+    """
+
+    def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
+        known = {field.name for field in fields(EngineConfig)}
+        for name in settings.keys() - known:
+            raise ConfigError(f"LLM() has no setting {name!r}; the settings are {', '.join(sorted(known))}")
+        self.config = EngineConfig(model=str(model), **settings)
+        self._tokenizer = models.load_tokenizer(self.config.model)
+        self._mailbox = _Mailbox()
+        self.engine = engine_main.build_engine(self.config, self._mailbox, self._mailbox)
+        self._ids = count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues all prompts, in one continuously batched run; results come in the order of the prompts.
+
+        Args:
+            prompts: one or many of `Prompt`.
+            sampling_params: for all, or one for each; by default SamplingParams(), which samples at temperature 1.
+            use_tqdm: draw a progress bar, if stderr is a terminal.
+        Raises:
+            ParameterError, RequestRefused: a prompt or parameter cannot work; nothing was generated then.
+        """
+        pairs = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._generate([text for text, _ in pairs], [ids for _, ids in pairs], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, through the model's chat template. Else like `generate`."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Conversation]", [messages] if single else messages)
+        token_ids = [self._tokenizer.encode_chat([dict(m) for m in conversation]) for conversation in conversations]
+        return self._generate([None] * len(token_ids), token_ids, sampling_params, use_tqdm)
+
+    def stream(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
+        """The text of one continuation, piece by piece, as it is generated."""
+        request = self._request(list(token_ids), params)
+        for _, _, delta in self._run([request]):
+            if delta.text:
+                yield delta.text
+
+    # -- inside
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode(prompt)
+        return None, [*cast("Sequence[int]", prompt)]
+
+    def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
+        size = self._tokenizer.vocab_size
+        for param, ids in (
+            ("prompt", token_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token in ids:
+                if not isinstance(token, int) or not 0 <= token < size:
+                    raise ParameterError(param, f"{param} must hold token ids from 0 to {size - 1}, got {token!r}")
+        seed = params.seed if params.seed is not None else self.config.seed
+        stop_ids = frozenset(params.stop_token_ids)
+        return Request(
+            id=str(next(self._ids)),
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            params=params,
+            seed=secrets.randbits(64) if seed is None else seed,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._tokenizer.eos_token_ids,
+            num_samples=params.n,
+        )
+
+    def _generate(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = sampling_params or SamplingParams()
+        each = [params] * len(token_ids) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(token_ids):
+            raise ParameterError(
+                "sampling_params",
+                f"there are {len(token_ids)} prompts and {len(each)} sampling_params; give one or equal",
+            )
+        requests = [self._request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
+        results = {
+            request.id: RequestOutput(
+                request.id, text, list(ids), [_empty(k, request.params) for k in range(request.num_samples)]
+            )
+            for request, text, ids in zip(requests, texts, token_ids, strict=True)
+        }
+        with _progress_bar(use_tqdm, sum(request.num_samples for request in requests)) as advance:
+            for request_id, output, delta in self._run(requests):
+                self._record(results[request_id], output, delta)
+                advance(delta.finish_reason is not None)
+        return list(results.values())
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[str, Output, Delta]]:
+        """Runs requests to their end; yields news as it comes. Whatever ends this early ends the requests, too."""
+        transcripts = {
+            (request.id, k): Transcript(
+                self._tokenizer.stream(request.params.skip_special_tokens, request.token_ids),
+                request.params,
+                request.stop_ids,
+            )
+            for request in requests
+            for k in range(request.num_samples)
+        }
+        self._mailbox.messages += [Add(request) for request in requests]
+        open_samples = set(transcripts)
+        try:
+            while open_samples:
+                self.engine.step()
+                outputs, self._mailbox.outputs = self._mailbox.outputs, []
+                for output in outputs:
+                    key = (output.request_id, output.index)
+                    if key not in open_samples:
+                        continue  # a sample that a stop string ended; the engine was told
+                    if output.finish_reason is FinishReason.ERROR:
+                        raise _failure(output)
+                    delta = transcripts[key].feed(output)
+                    if delta.finish_reason is not None:
+                        open_samples.discard(key)
+                        if output.finish_reason is None:
+                            self._mailbox.messages.append(Abort(*key))
+                    yield output.request_id, output, delta
+        finally:
+            self._mailbox.messages += [Abort(*key) for key in open_samples]
+
+    def _record(self, result: RequestOutput, output: Output, delta: Delta) -> None:
+        completion = result.outputs[output.index]
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if completion.logprobs is not None and completion.cumulative_logprob is not None:
+            for entry in output.logprobs[: len(delta.token_ids)]:
+                completion.logprobs.append(self._logprobs(entry))
+                completion.cumulative_logprob += entry.logprob
+        if output.prompt_logprobs:
+            known: list[dict[int, Logprob] | None] = result.prompt_logprobs or [None]
+            result.prompt_logprobs = known + [self._logprobs(entry) for entry in output.prompt_logprobs]
+        result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
+        if delta.finish_reason is not None:
+            completion.finish_reason = delta.finish_reason.value
+            completion.stop_reason = delta.stop_reason
+            result.finished = all(completion.finished() for completion in result.outputs)
+
+    def _logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        """The best tokens by rank, and the token itself, which may not be among them."""
+        text = self._tokenizer.token_text
+        best = {token: Logprob(value, rank, text(token)) for rank, (token, value) in enumerate(entry.top, 1)}
+        return best | {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    single = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+    return cast("list[Prompt]", [prompts] if single else list(prompts))
+
+
+def _empty(index: int, params: SamplingParams) -> CompletionOutput:
+    if params.logprobs is None:
+        return CompletionOutput(index)
+    return CompletionOutput(index, cumulative_logprob=0.0, logprobs=[])
+
+
+def _failure(output: Output) -> ChairliftError:
+    return RequestRefused(output.error or "the engine could not finish the request")
+
+
+class _progress_bar:
+    """``with _progress_bar(wanted, total) as advance: advance(steps)``."""
+
+    def __init__(self, wanted: bool, total: int) -> None:
+        self._bars = None
+        if wanted and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import MofNCompleteColumn, Progress
+
+            self._bars = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True))
+            self._task = self._bars.add_task("Generating", total=total)
+
+    def __enter__(self) -> Any:
+        if self._bars is None:
+            return lambda steps: None
+        self._bars.start()
+        return lambda steps: self._bars.advance(self._task, steps)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()

@@ -1,0 +1,99 @@
+"""Options derived from dataclasses, and the errors that a person at the command line sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from chairlift.cli.options import FOREIGN, refuse_foreign
+from chairlift.config import EngineConfig, ServerConfig, parse_bytes
+from chairlift.errors import ConfigError
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "chairlift.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "200", "TERM": "dumb"},
+    )
+
+
+def test_every_setting_is_an_option_with_help() -> None:
+    """I5: each option's help says what it costs and when to change it."""
+    shown = run("serve", "--help").stdout
+    for config in (EngineConfig, ServerConfig):
+        for field in dataclasses.fields(config):
+            assert len(field.metadata["help"]) > 20
+            if field.name != "model":
+                assert f"--{field.name.replace('_', '-')}" in shown
+
+
+def test_the_model_is_an_argument_not_an_option() -> None:
+    result = run("serve", "--model", "x")
+    assert result.returncode == 2
+    assert "--model" in result.stderr
+
+
+@pytest.mark.parametrize("flag", sorted(FOREIGN))
+def test_options_of_other_engines_are_errors_that_say_what_to_do(flag: str) -> None:
+    """F4, and no flag without effect is accepted in silence."""
+    with pytest.raises(ConfigError, match=flag):
+        refuse_foreign(["serve", "m.gguf", f"{flag}=2"])
+
+
+def test_a_foreign_option_ends_in_one_line_and_exit_code_1() -> None:
+    result = run("serve", "--tensor-parallel-size", "2")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: --tensor-parallel-size has no effect here")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (
+            ("--gpu-memory-utilization", "0.5", "--kv-cache-memory", "1GiB"),
+            ("gpu-memory-utilization", "kv-cache-memory"),
+        ),
+        (("--gpu-memory-utilization", "1.5"), ("gpu-memory-utilization", "1.5")),
+        (("--kv-cache-memory", "lots"), ("kv-cache-memory", "'lots'")),
+        (("--max-num-seqs", "0"), ("max-num-seqs", "0")),
+        (("--block-size", "100000"), ("block-size", "1024")),
+    ],
+)
+def test_settings_that_cannot_work_name_themselves(arguments: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """F1."""
+    result = run("serve", *arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for name in names:
+        assert name in result.stderr
+
+
+def test_an_unknown_model_is_one_line_that_names_the_known_ones() -> None:
+    for command in (("generate", "hello", "--model", "no-such-model"), ("serve", "no-such-model"), ("pull", "no-such")):
+        result = run(*command)
+        assert result.returncode == 1, result.stderr
+        assert result.stderr.startswith("error: ") and "smollm2-135m" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512MiB", 512 << 20), ("2GiB", 2 << 30), ("2g", 2 << 30), ("1.5 GB", 3 << 29), ("4096", 4096), ("1k", 1024)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text, "--flag") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1e400", "nan", "inf", "5 parsecs", "1GiBMiB", "1gg"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--flag"):
+        parse_bytes(text, "--flag")

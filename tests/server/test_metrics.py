@@ -1,0 +1,124 @@
+"""The metrics: names are a contract (O2), there from the first scrape (O1), and right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from chairlift.core.plan import StepStats
+from chairlift.server.metrics import Metrics
+
+NAMES = {
+    "requests_received_total": "counter",
+    "requests_finished_total": "counter",
+    "requests_refused_total": "counter",
+    "prompt_tokens_total": "counter",
+    "generation_tokens_total": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "step_seconds": "histogram",
+    "step_tokens": "histogram",
+    "engine_up": "gauge",
+    "requests_running": "gauge",
+    "requests_waiting": "gauge",
+    "requests_preempted": "gauge",
+    "kv_blocks_total": "gauge",
+    "kv_blocks_free": "gauge",
+    "kv_cache_usage_ratio": "gauge",
+    "preemptions_total": "counter",
+    "prefix_cache_hit_tokens_total": "counter",
+    "prefix_cache_lookup_tokens_total": "counter",
+}
+
+
+def test_all_are_there_at_zero():
+    text = Metrics().expose().decode()
+    types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
+    assert types == {f"chairlift_{name}": kind for name, kind in NAMES.items()}
+    samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    assert {name for name, value in samples if float(value) != 0} == set()
+    for reason in ("stop", "length", "abort", "error"):
+        assert f'chairlift_requests_finished_total{{reason="{reason}"}} 0.0' in text
+
+
+def test_totals_of_the_engine_are_added_up_over_restarts():
+    metrics = Metrics()
+    value = metrics.registry.get_sample_value
+    metrics.step(StepStats(step_id=0, num_blocks=10, free_blocks=4, total_preemptions=3))
+    metrics.step(StepStats(step_id=0, num_blocks=10, free_blocks=4, total_preemptions=5))
+    metrics.step(StepStats(step_id=0, num_blocks=10, free_blocks=10, total_preemptions=1))
+    assert value("chairlift_preemptions_total") == 6
+    assert value("chairlift_kv_cache_usage_ratio") == 0
+    assert value("chairlift_step_seconds_count") == 1, "an abort between steps is no step"
+
+
+def test_requests_are_counted(server):
+    """O3: what was received has ended, by some reason, or is open."""
+    before = {name: server.metric(name) for name in ("requests_received_total", "generation_tokens_total")}
+    server.post("/v1/completions", prompt="hello", n=2, max_tokens=5)
+    server.post("/v1/completions", prompt="hello", temperature=0, max_tokens=50, stop="lift")
+    server.post("/v1/completions", prompt="hello", logit_bias={"255": -100})
+    assert server.metric("requests_received_total") - before["requests_received_total"] == 4
+    assert server.metric("generation_tokens_total") - before["generation_tokens_total"] == 10 + 15
+    ended = {r: server.metric(f'requests_finished_total{{reason="{r}"}}') for r in ("stop", "length", "abort", "error")}
+    assert ended == {"stop": 1, "length": 2, "abort": 0, "error": 1}
+    assert server.metric("time_to_first_token_seconds_count") == 3
+    assert server.metric("inter_token_latency_seconds_count") == 4 + 4 + 14
+    assert server.metric("e2e_request_latency_seconds_count") == 3
+    assert server.metric("engine_up") == 1
+    assert server.metric("kv_blocks_free") == server.metric("kv_blocks_total") == 64
+
+
+def test_liveness_and_readiness_are_separate(server):
+    """D8"""
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ready").json() == {"status": "ready"}
+
+
+def test_not_ready_names_the_phase(toy):
+    """I4: alive while it loads, not ready, and requests are told to come back."""
+    from fastapi.testclient import TestClient
+
+    from chairlift.config import EngineConfig
+    from chairlift.core.plan import Capacity
+    from chairlift.server import ipc
+    from chairlift.server.app import create_app
+    from chairlift.server.client import EngineClient
+    from chairlift.server.service import Service
+
+    client = EngineClient(None)
+    service = Service(client, EngineConfig(), ["toy"], Metrics())
+    http = TestClient(create_app(service))
+    client._receive(ipc.Phase(0, "weights"))
+    assert http.get("/health").status_code == 200
+    assert (http.get("/ready").status_code, http.get("/ready").json()["phase"]) == (503, "weights")
+    answer = http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 503 and "weights" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] == "1"
+    client._receive(ipc.Ready(0, Capacity(4, 16, 64), {}))
+    assert http.get("/ready").json()["phase"] == "tokenizer"
+    service.tokenizer = toy.ToyTokenizer()
+    assert http.get("/ready").status_code == 200
+    client._receive(ipc.Failed(0, "it broke"))
+    assert http.get("/health").status_code == http.get("/ready").status_code == 503
+    assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+
+
+def test_the_api_process_loads_no_runner():
+    """DESIGN 2: neither models nor runners, numpy nor torch come with the server."""
+    program = (
+        "import sys, chairlift.server.main, chairlift.server.app, chairlift.server.client\n"
+        "bad = ('chairlift.models', 'chairlift.runners', 'chairlift._native', 'numpy', 'torch', 'transformers')\n"
+        "print([name for name in sys.modules if name.startswith(bad)])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_nothing_heavy_is_imported_before_the_engine_runs():
+    """The start is quick because the engine is spawned before FastAPI is imported."""
+    program = (
+        "import sys, chairlift.server.main\n"
+        "print([name for name in ('fastapi', 'uvicorn', 'pydantic', 'prometheus_client') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

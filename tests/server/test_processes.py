@@ -1,0 +1,194 @@
+"""The two processes: no way to end leaves anything behind, and no request is left without an answer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from chairlift.core.request import SamplingParams
+
+
+class Stream:
+    """Reads a stream of completions in a thread; ``events`` are its decoded data lines, or its body if it is an error
+    from the beginning."""
+
+    def __init__(self, server, **body):
+        self.events = []
+        body = {"prompt": "x", "stream": True, "temperature": 0, "max_tokens": 200} | body
+        self.thread = threading.Thread(target=self._read, args=(server.url, body))
+        self.thread.start()
+
+    def _read(self, url, body):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line:
+                    self.events.append(line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")))
+
+    def join(self):
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the stream hangs"
+        return self.events
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_ends_both_and_leaves_nothing(start):
+    server = start()
+    engine = server.engine
+    assert server.post("/v1/completions", prompt="x").status_code == 200
+    server.signal_group(signal.SIGINT)
+    assert server.wait() == 0
+    assert gone(engine)
+    assert server.leftovers() == []
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
+def test_ctrl_c_with_open_streams_ends_them_with_an_error(start, until):
+    server = start(model="toy-slow")
+    streams = [Stream(server) for _ in range(3)]
+    until(lambda: all(stream.events for stream in streams))
+    server.signal_group(signal.SIGINT)
+    for stream in streams:
+        assert "shutting down" in stream.join()[-1]["error"]["message"]
+    assert server.wait() == 0
+    assert server.leftovers() == []
+
+
+def test_sigterm_finishes_what_runs(start, until):
+    """D5: new work is refused, the running request comes to its end, and the exit code is 0. A service manager sends
+    the signal to both processes."""
+    server = start(model="toy-slow")
+    stream = Stream(server, max_tokens=20)
+    until(lambda: bool(stream.events))
+    server.signal_group(signal.SIGTERM)
+    events = stream.join()
+    assert events[-1] == "data: [DONE]"
+    assert sum(event["chairlift"]["tokens"] for event in events[:-1]) == 20
+    assert server.wait() == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    assert server.leftovers() == []
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.15, 0.3, 0.45])
+def test_a_signal_during_the_start_leaves_nothing(start, delay):
+    server = start(wait=False)
+    time.sleep(delay)
+    family = psutil.Process(server.process.pid).children()
+    server.signal_group(signal.SIGINT)
+    server.wait()
+    assert all(gone(member) for member in family)
+    assert server.leftovers() == []
+
+
+def test_the_engine_dies_with_its_parent(start, until):
+    """D6: the parent is killed in a way it cannot notice."""
+    server = start()
+    engine = server.engine
+    server.process.kill()
+    until(lambda: gone(engine))
+    assert server.leftovers() == []
+
+
+def test_engine_killed_under_load(start, until):
+    """D1: every open request gets an error, health fails, and the server ends with a non-zero code."""
+    server = start(model="toy-slow", max_num_seqs=2)
+    streams = [Stream(server)]
+    until(lambda: bool(streams[0].events))
+    answers = []
+    whole = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", prompt="x", max_tokens=200)))
+    whole.start()
+    until(lambda: server.metric("requests_running") == 2)
+    streams += [Stream(server), Stream(server)]
+    until(lambda: server.metric("requests_waiting") == 2)
+    server.engine.kill()
+    until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    assert server.post("/v1/completions", prompt="x").status_code == 503
+    for stream in streams:
+        error = stream.join()[-1]["error"]
+        assert error["code"] == "engine_dead" and "signal 9" in error["message"]
+    whole.join(30)
+    assert answers[0].status_code == 500 and answers[0].json()["error"]["code"] == "engine_dead"
+    assert server.wait() == 1
+    assert "error: the engine process was killed by signal 9" in server.log[-1]
+    assert server.leftovers() == []
+
+
+@pytest.mark.parametrize(("token", "words"), [(1, "killed by signal 6"), (2, "RuntimeError: the toy was told to fail")])
+def test_engine_fails_in_a_step(start, token, words):
+    server = start()
+    answer = server.post("/v1/completions", prompt=[token])
+    assert answer.status_code == 500
+    assert words in answer.json()["error"]["message"]
+    assert server.wait() == 1
+
+
+def test_a_stuck_engine_cannot_hold_up_the_end(start, until):
+    server = start()
+    engine = server.engine
+    stream = Stream(server, prompt=[3])
+    until(lambda: server.metric("requests_received_total") == 1)
+    server.signal_group(signal.SIGINT)
+    stream.join()
+    assert server.wait() == 0
+    assert gone(engine)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(start):
+    server = start(wait=False, model="toy-broken")
+    assert server.wait() == 1
+    assert server.log[-1] == "error: the toy is broken; take another one"
+    assert not any("Traceback" in line for line in server.log)
+    assert server.leftovers() == []
+
+
+def test_a_port_in_use_is_one_line_and_starts_no_engine(toy, tmp_path, monkeypatch):
+    from chairlift.config import EngineConfig, ServerConfig
+    from chairlift.errors import ConfigError
+    from chairlift.server import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*--port"):
+            main.run(EngineConfig(), ServerConfig(port=port), toy.ToyTokenizer, command=["/no/such/program"])
+
+
+def test_the_start_is_explained(server):
+    """M10, I3, I4: bytes of every share, what they are a share of, and where the time went."""
+    log = "\n".join(server.log)
+    assert "weights 3.0 MiB (3,145,728 bytes)" in log
+    assert "KV cache 1.0 MiB (1,048,576 bytes)" in log
+    assert "workspace 1,000 bytes" in log
+    assert "0.4 % of the 1.0 GiB (1,073,741,824 bytes) that were free at start" in log
+    assert "4 requests of the full length of 256 tokens fit at once" in log
+    assert "device: cpu (toy, 1 threads)" in log
+    ready = next(line for line in server.log if "ready after" in line)
+    for phase in ("interpreter", "toy weights", "HTTP imports", "tokenizer"):
+        assert phase in ready
+
+
+def test_params_reach_the_engine_as_they_are():
+    """Everything a request carries survives the socket."""
+    from chairlift.core.request import Request
+    from chairlift.server import ipc
+
+    params = SamplingParams(
+        n=3, seed=2**64 - 1, stop=("a", "ß"), stop_token_ids=(1, 2), logit_bias={7: -1.5}, logprobs=2, min_p=0.25
+    )
+    request = Request(
+        id="r", token_ids=[1, 2], num_prompt=2, params=params, seed=2**64 - 1, stop_ids=frozenset({5}), num_samples=3
+    )
+    message = ipc.decode_for_engine(ipc.encode(ipc.Add(7, request)))
+    assert message.epoch == 7
+    for name in Request.__slots__:
+        assert getattr(message.request, name) == getattr(request, name), name

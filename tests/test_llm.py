@@ -1,0 +1,134 @@
+"""`LLM`, the engine in the caller's process, with the names and results that vLLM's users expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import chairlift
+from chairlift import LLM, SamplingParams
+from chairlift.errors import ConfigError, ParameterError, RequestRefused
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path: Path) -> Iterator[LLM]:
+    made = LLM(smollm2_path, kv_cache_memory="200MiB", max_model_len=1024, debug=True)
+    yield made
+    made.engine.executor.close()
+
+
+def test_generate(llm: LLM) -> None:
+    outputs = llm.generate(["The capital of France is", "1, 2, 3,"], GREEDY)
+    assert [output.prompt for output in outputs] == ["The capital of France is", "1, 2, 3,"]
+    first = outputs[0].outputs[0]
+    assert first.text.startswith(" Paris")
+    assert first.finish_reason == "length" and first.finished() and outputs[0].finished
+    assert len(first.token_ids) == 8
+    assert llm.get_tokenizer().decode(first.token_ids) == first.text
+
+
+def test_one_prompt_ids_and_mappings(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode("The capital of France is")
+    expected = llm.generate("The capital of France is", GREEDY)[0].outputs[0].text
+    for prompt in (ids, [ids], {"prompt_token_ids": ids}, [{"prompt": "The capital of France is"}]):
+        assert llm.generate(prompt, GREEDY)[0].outputs[0].text == expected
+    assert llm.generate([], GREEDY) == []
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 3]
+    with pytest.raises(ParameterError, match="sampling_params"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_n_and_seed(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, temperature=1.0, max_tokens=10, logprobs=2)
+    first, again = (llm.generate("Once upon a time", params)[0] for _ in range(2))
+    assert [c.text for c in first.outputs] == [c.text for c in again.outputs]
+    assert len({c.text for c in first.outputs}) == 3
+    assert [c.index for c in first.outputs] == [0, 1, 2]
+
+
+def test_chat_ends_at_the_models_own_end(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Say hello."}]
+    single = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=200))[0].outputs[0]
+    assert single.finish_reason == "stop" and single.stop_reason is None
+    assert "<|im_end|>" not in single.text
+    both = llm.chat([conversation, conversation], SamplingParams(temperature=0, max_tokens=200))
+    assert [output.outputs[0].text for output in both] == [single.text] * 2
+
+
+def test_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=1)
+    output = llm.generate("The capital of France is", params)[0]
+    completion = output.outputs[0]
+    assert completion.logprobs is not None and len(completion.logprobs) == 4
+    for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entries[token].rank == 1 and len(entries) == 3
+        assert entries[token].logprob == max(entry.logprob for entry in entries.values())
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    total = sum(entries[token].logprob for token, entries in pairs)
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert entry is not None and math.isfinite(entry[token].logprob) and entry[token].logprob <= 0
+
+
+def test_prompt_logprobs_equal_what_generating_gave(llm: LLM) -> None:
+    """C6: scoring a generated text gives the bits that generating it gave."""
+    ids = llm.get_tokenizer().encode("The capital of France is")
+    made = llm.generate(ids, SamplingParams(temperature=0, max_tokens=6, logprobs=0))[0].outputs[0]
+    scored = llm.generate(ids + made.token_ids, SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs
+    assert made.logprobs is not None and scored is not None
+    for token, given, again in zip(made.token_ids, made.logprobs, scored[len(ids) :], strict=True):
+        assert again is not None and given[token].logprob == again[token].logprob
+
+
+def test_stop_strings(llm: LLM) -> None:
+    """C7: text after a stop string never appears; the string itself only if asked for."""
+    text = llm.generate("1, 2, 3,", SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].text
+    assert "6" in text
+    cut = llm.generate("1, 2, 3,", SamplingParams(temperature=0, max_tokens=20, stop=["6"]))[0].outputs[0]
+    assert cut.text == text[: text.index("6")]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "6")
+    params = SamplingParams(temperature=0, max_tokens=20, stop="6", include_stop_str_in_output=True)
+    assert llm.generate("1, 2, 3,", params)[0].outputs[0].text == text[: text.index("6") + 1]
+
+
+def test_refusals_leave_the_engine_clean(llm: LLM) -> None:
+    """M1, A7: nothing of a batch with a bad request stays behind, and the engine goes on."""
+    with pytest.raises(RequestRefused, match="1024"):
+        llm.generate(["fine", [5] * 2000], SamplingParams(max_tokens=100))
+    with pytest.raises(ParameterError, match="token ids"):
+        llm.generate([[10**9]], GREEDY)
+    with pytest.raises(ParameterError, match="logit_bias"):
+        llm.generate("x", SamplingParams(logit_bias={10**8: 1.0}))
+    assert llm.generate("1, 2, 3,", GREEDY)[0].finished
+    llm.engine.step()
+    assert not llm.engine.scheduler.has_work
+    pool = llm.engine.scheduler.kv.pool
+    assert pool.num_free == pool.num_blocks
+
+
+def test_a_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
+    """M5."""
+    stream = llm.stream(llm.get_tokenizer().encode("Once upon a time"), SamplingParams(max_tokens=100, ignore_eos=True))
+    assert next(stream)
+    stream.close()
+    llm.engine.step()
+    assert not llm.engine.scheduler.has_work
+    assert llm.engine.scheduler.kv.pool.num_free == llm.engine.scheduler.kv.pool.num_blocks
+
+
+def test_unknown_settings_and_names() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        LLM("x", tensor_parallel_size=2)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = chairlift.nothing
