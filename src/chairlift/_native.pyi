@@ -12,7 +12,14 @@ def dequantize(type: str, rows: int, cols: int, data: NDArray[np.uint8]) -> NDAr
     """[rows, cols] float32 values of a stored tensor (any TensorType)."""
 
 def matmul(
-    x: NDArray[np.float32], type: str, rows: int, cols: int, data: NDArray[np.uint8], weights: str, isa: str, threads: int
+    x: NDArray[np.float32],
+    type: str,
+    rows: int,
+    cols: int,
+    data: NDArray[np.uint8],
+    weights: str,
+    isa: str,
+    threads: int,
 ) -> NDArray[np.float32]:
     """x [m, cols] times the transposed weight [rows, cols], through packing and the kernels that a model uses."""
 
@@ -65,4 +72,4 @@ class Model:
         """
 
     def profile(self, reset: bool = False) -> dict[str, float]:
-        """Seconds by part since the last reset, as seen by the first thread: matmul, attention, sampling, other, total; steps."""
+        """Seconds by part since the last reset, by the first thread (matmul, attention, sampling, other, total); steps."""
