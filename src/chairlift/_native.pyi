@@ -72,4 +72,4 @@ class Model:
         """
 
     def profile(self, reset: bool = False) -> dict[str, float]:
-        """Seconds by part since the last reset, by the first thread (matmul, attention, sampling, other, total); steps."""
+        """Seconds since the last reset, by the first thread: matmul, attention, sampling, other, total; and steps."""
