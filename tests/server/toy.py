@@ -28,6 +28,8 @@ SCRIPT = "Ünï 🚠 lift, never stops; 山 up. ".encode()
 
 CRASH, RAISE, WEDGE = 1, 2, 3  # prompt tokens: the process dies, the step raises, the step never ends
 
+STEP_SECONDS = {"toy": 0.002, "toy-slow": 0.05, "toy-slowest": 0.5}
+
 
 class ToyExecutor:
     """Greedy: the script, by position. Sampled: a hash of (seed, index, position). ``logit_bias`` steers: a bias of 100
@@ -85,12 +87,12 @@ class ToyExecutor:
 
 
 def build(config: EngineConfig, source: Any, sink: Any, *, report: Any) -> Engine:
-    """Takes the place of `engine_main.build_engine`. The model's name says what to build: toy, toy-slow, toy-broken."""
+    """Takes the place of `engine_main.build_engine`. The model's name is one of `STEP_SECONDS`, or toy-broken."""
     report("toy weights", None)
     if config.model == "toy-broken":
         raise ModelError("the toy is broken; take another one")
     report("toy weights", 0.01)
-    executor = ToyExecutor(config, 0.05 if config.model == "toy-slow" else 0.002)
+    executor = ToyExecutor(config, STEP_SECONDS[config.model])
     scheduler = Scheduler(
         executor.start(),
         make_policy(config.scheduler_policy, admission=config.admission),
