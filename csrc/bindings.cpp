@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -37,12 +38,6 @@ nb::ndarray<nb::numpy, T> new_array(T value, Sizes... sizes) {
     std::fill(data, data + count, value);
     nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return nb::ndarray<nb::numpy, T>(data, sizeof...(sizes), shape, owner);
-}
-
-int checked_threads(int threads) {
-    if (threads < 1 || threads > 1024)
-        throw std::invalid_argument("threads must be from 1 to 1024, got " + std::to_string(threads));
-    return threads;
 }
 
 template <class T>
@@ -192,7 +187,7 @@ bool is_f16(const std::string& kv_dtype) {
 class Model {
 public:
     Model(const nb::dict& spec, int threads, const std::string& isa, const std::string& weights)
-        : decoder_(decoder_spec(spec), checked_threads(threads), parse_isa(isa), weights) {}
+        : decoder_(decoder_spec(spec), threads, parse_isa(isa), weights) {}
 
     void set_tensor(const std::string& name, const std::string& type, const std::vector<std::int64_t>& shape,
                     const Array<std::uint8_t>& data) {
@@ -331,7 +326,7 @@ nb::ndarray<nb::numpy, float> multiply(const Matrix<float>& x, const std::string
         throw std::invalid_argument("x must have " + std::to_string(cols) + " columns, got " + std::to_string(x.shape(1)));
     const MatmulKernels& kernels = matmul_kernels(parse_isa(isa));
     const Type parsed = parse_type(type);
-    ThreadPool pool(checked_threads(threads));
+    ThreadPool pool(threads);
     const PackedMatrix packed = pack(parsed, rows, cols, span(data), weights, pool);
     auto out = new_array<float>(0.0f, m, rows);
     if (m == 0) return out;

@@ -201,7 +201,8 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
 // Divides the rows into runs for attention. How finely does not change any bit, only how well the threads are used.
 void Decoder::plan_rows(const StepInput& input) {
     const int units = 4 * pool_.size();  // about so many a thread, so that they end together
-    const int most = std::clamp(input.rows() * spec_.num_kv_heads / units, 1, kRowTile);
+    const auto most = static_cast<int>(
+        std::clamp(std::int64_t{input.rows()} * spec_.num_kv_heads / units, std::int64_t{1}, std::int64_t{kRowTile}));
     runs_.clear();
     for (int item = 0; item < input.items(); ++item)
         for (int row = input.item_rows[item]; row < input.item_rows[item + 1]; row += most) {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <vector>
 
 #include "half.h"
 
@@ -293,12 +294,13 @@ PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<con
     matrix.storage = AlignedBuffer(view.panels * view.panel_bytes);
     view.data = matrix.storage.data();
 
-    pool.run([&](int) {
-        std::unique_ptr<float[]> floats(widen ? new float[cols] : nullptr);
+    std::vector<float> widened(widen ? static_cast<std::size_t>(cols) * pool.size() : 0);  // a row for each thread
+    pool.run([&](int thread) {
+        float* floats = widened.data() + (widen ? static_cast<std::size_t>(cols) * thread : 0);
         const auto as_stored = [&](int row) { return stored.data() + row * row_bytes; };
         const auto as_f32 = [&](int row) {
-            dequantize_row(type, as_stored(row), view.cols, floats.get());
-            return reinterpret_cast<const std::uint8_t*>(floats.get());
+            dequantize_row(type, as_stored(row), view.cols, floats);
+            return reinterpret_cast<const std::uint8_t*>(floats);
         };
         pool.for_each_piece(view.panels, 4, [&](std::int64_t begin, std::int64_t end) {
             for (int panel = static_cast<int>(begin); panel < end; panel++) {

@@ -51,7 +51,7 @@ void pin(std::thread& thread, int processor) {
 
 ThreadPool::ThreadPool(int threads) : size_(threads) {
     if (threads < 1 || threads > 1024)
-        throw std::invalid_argument("threads must be in 1..1024, not " + std::to_string(threads));
+        throw std::invalid_argument("threads must be from 1 to 1024, got " + std::to_string(threads));
     const std::vector<int> processors = allowed_processors();
     const int usable = processors.empty() ? static_cast<int>(std::thread::hardware_concurrency())
                                           : static_cast<int>(processors.size());

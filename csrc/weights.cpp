@@ -54,52 +54,57 @@ Weights::Weights(const DecoderSpec& spec, const std::string& format)
     require(format == "auto" || format == "f32", "weights must be auto or f32, got " + format);
 }
 
-Weights::Slot Weights::find_in_layer(int index, std::string_view name) {
+std::vector<Weights::NamedSlot> Weights::model_slots() {
+    const int vocab = spec_.vocab_size, hidden = spec_.hidden_size;
+    std::vector<NamedSlot> slots = {{"embed", {nullptr, &embed_, vocab, hidden}},
+                                    {"final_norm", {&final_norm_, nullptr, hidden}}};
+    if (!spec_.tied_embeddings) slots.push_back({"lm_head", {nullptr, &lm_head_, vocab, hidden}});
+    return slots;
+}
+
+std::vector<Weights::NamedSlot> Weights::layer_slots(int index) {
     LayerWeights& w = layers_[index];
     const int hidden = spec_.hidden_size, ffn = spec_.ffn_size, q = spec_.q_size(), kv = spec_.kv_size();
-    struct Entry {
-        const char* name;
-        bool present;
-        Slot slot;
+    std::vector<NamedSlot> slots = {
+        {"attn_norm", {&w.attn_norm, nullptr, hidden}},
+        {"q", {nullptr, &w.q, q, hidden, index, true}},
+        {"k", {nullptr, &w.k, kv, hidden, index, true}},
+        {"v", {nullptr, &w.v, kv, hidden}},
+        {"o", {nullptr, &w.o, hidden, q}},
+        {"ffn_norm", {&w.ffn_norm, nullptr, hidden}},
+        {"gate", {nullptr, &w.gate, ffn, hidden}},
+        {"up", {nullptr, &w.up, ffn, hidden}},
+        {"down", {nullptr, &w.down, hidden, ffn}},
     };
-    const Entry entries[] = {
-        {"attn_norm", true, {&w.attn_norm, nullptr, hidden}},
-        {"q", true, {nullptr, &w.q, q, hidden, index, true}},
-        {"k", true, {nullptr, &w.k, kv, hidden, index, true}},
-        {"v", true, {nullptr, &w.v, kv, hidden}},
-        {"o", true, {nullptr, &w.o, hidden, q}},
-        {"ffn_norm", true, {&w.ffn_norm, nullptr, hidden}},
-        {"gate", true, {nullptr, &w.gate, ffn, hidden}},
-        {"up", true, {nullptr, &w.up, ffn, hidden}},
-        {"down", true, {nullptr, &w.down, hidden, ffn}},
-        {"q_norm", spec_.qk_norm, {&w.q_norm, nullptr, spec_.head_dim, 1, index, true}},
-        {"k_norm", spec_.qk_norm, {&w.k_norm, nullptr, spec_.head_dim, 1, index, true}},
-        {"post_attn_norm", spec_.post_norms, {&w.post_attn_norm, nullptr, hidden}},
-        {"post_ffn_norm", spec_.post_norms, {&w.post_ffn_norm, nullptr, hidden}},
-        {"q_bias", spec_.attn_bias, {&w.q_bias, nullptr, q, 1, index, true}},
-        {"k_bias", spec_.attn_bias, {&w.k_bias, nullptr, kv, 1, index, true}},
-        {"v_bias", spec_.attn_bias, {&w.v_bias, nullptr, kv}},
-        {"o_bias", spec_.attn_out_bias, {&w.o_bias, nullptr, hidden}},
-        {"gate_bias", spec_.ffn_bias, {&w.gate_bias, nullptr, ffn}},
-        {"up_bias", spec_.ffn_bias, {&w.up_bias, nullptr, ffn}},
-        {"down_bias", spec_.ffn_bias, {&w.down_bias, nullptr, hidden}},
+    auto add = [&](bool present, std::initializer_list<NamedSlot> more) {
+        if (present) slots.insert(slots.end(), more);
     };
-    for (const Entry& entry : entries)
-        if (entry.present && name == entry.name) return entry.slot;
-    return {};
+    add(spec_.qk_norm, {{"q_norm", {&w.q_norm, nullptr, spec_.head_dim, 1, index, true}},
+                        {"k_norm", {&w.k_norm, nullptr, spec_.head_dim, 1, index, true}}});
+    add(spec_.post_norms, {{"post_attn_norm", {&w.post_attn_norm, nullptr, hidden}},
+                           {"post_ffn_norm", {&w.post_ffn_norm, nullptr, hidden}}});
+    add(spec_.attn_bias, {{"q_bias", {&w.q_bias, nullptr, q, 1, index, true}},
+                          {"k_bias", {&w.k_bias, nullptr, kv, 1, index, true}},
+                          {"v_bias", {&w.v_bias, nullptr, kv}}});
+    add(spec_.attn_out_bias, {{"o_bias", {&w.o_bias, nullptr, hidden}}});
+    add(spec_.ffn_bias, {{"gate_bias", {&w.gate_bias, nullptr, ffn}},
+                         {"up_bias", {&w.up_bias, nullptr, ffn}},
+                         {"down_bias", {&w.down_bias, nullptr, hidden}}});
+    return slots;
 }
 
 Weights::Slot Weights::find(const std::string& name) {
-    if (name == "embed") return {nullptr, &embed_, spec_.vocab_size, spec_.hidden_size};
-    if (name == "final_norm") return {&final_norm_, nullptr, spec_.hidden_size};
-    if (name == "lm_head" && !spec_.tied_embeddings) return {nullptr, &lm_head_, spec_.vocab_size, spec_.hidden_size};
+    const auto among = [](const std::vector<NamedSlot>& slots, std::string_view wanted) {
+        for (const NamedSlot& slot : slots)
+            if (wanted == slot.name) return slot.slot;
+        return Slot{};
+    };
     const std::string prefix = "layers.";
     const std::size_t dot = name.find('.', prefix.size());
-    if (name.starts_with(prefix) && dot != std::string::npos) {
-        const std::string number = name.substr(prefix.size(), dot - prefix.size());
-        for (int i = 0; i < spec_.num_layers; ++i)
-            if (number == std::to_string(i)) return find_in_layer(i, std::string_view(name).substr(dot + 1));
-    }
+    if (!name.starts_with(prefix) || dot == std::string::npos) return among(model_slots(), name);
+    const std::string number = name.substr(prefix.size(), dot - prefix.size());
+    for (int i = 0; i < spec_.num_layers; ++i)
+        if (number == std::to_string(i)) return among(layer_slots(i), std::string_view(name).substr(dot + 1));
     return {};
 }
 
@@ -143,17 +148,12 @@ std::vector<std::uint8_t> Weights::in_rope_order(const Slot& slot, std::span<con
     return ordered;
 }
 
-void Weights::check_complete() const {
-    auto& self = const_cast<Weights&>(*this);  // find() hands out places to write to
-    auto check = [](const Slot& slot, const std::string& name) {
-        require((!slot.vector && !slot.matrix) || slot.filled(), "tensor " + name + " is missing");
+void Weights::check_complete() {
+    const auto check = [](const std::vector<NamedSlot>& slots, const std::string& prefix) {
+        for (const NamedSlot& slot : slots) require(slot.slot.filled(), "tensor " + prefix + slot.name + " is missing");
     };
-    for (const char* name : {"embed", "final_norm", "lm_head"}) check(self.find(name), name);
-    for (int i = 0; i < spec_.num_layers; ++i)
-        for (const char* name :
-             {"attn_norm", "q", "k", "v", "o", "ffn_norm", "gate", "up", "down", "q_norm", "k_norm", "post_attn_norm",
-              "post_ffn_norm", "q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias"})
-            check(self.find_in_layer(i, name), "layers." + std::to_string(i) + "." + name);
+    check(model_slots(), "");
+    for (int i = 0; i < spec_.num_layers; ++i) check(layer_slots(i), "layers." + std::to_string(i) + ".");
 }
 
 }  // namespace chairlift

@@ -35,7 +35,7 @@ public:
              std::span<const std::uint8_t> stored, ThreadPool& pool);
 
     // Throws std::invalid_argument naming a tensor that was not set.
-    void check_complete() const;
+    void check_complete();
 
     std::size_t bytes() const { return bytes_; }
     const LayerWeights& layer(int index) const { return layers_[index]; }
@@ -55,8 +55,15 @@ private:
         bool filled() const { return vector ? !vector->empty() : matrix->view.data != nullptr; }
     };
 
+    struct NamedSlot {
+        const char* name;
+        Slot slot;
+    };
+
+    // The tensors that the spec asks for: of the whole model, and of one layer.
+    std::vector<NamedSlot> model_slots();
+    std::vector<NamedSlot> layer_slots(int index);
     Slot find(const std::string& name);
-    Slot find_in_layer(int index, std::string_view name);
     std::vector<std::uint8_t> in_rope_order(const Slot& slot, std::span<const std::uint8_t> stored) const;
 
     const DecoderSpec& spec_;

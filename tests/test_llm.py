@@ -127,6 +127,18 @@ def test_a_stream_that_is_left_early_frees_its_blocks(llm: LLM) -> None:
     assert llm.engine.scheduler.kv.pool.num_free == llm.engine.scheduler.kv.pool.num_blocks
 
 
+def test_streams_in_turns(llm: LLM) -> None:
+    """C1, M2: two streams read alternately, and a whole run in between, each get their own text."""
+    prompts = [llm.get_tokenizer().encode(text) for text in ("The capital of France is", "1, 2, 3,")]
+    alone = ["".join(llm.stream(ids, GREEDY)) for ids in prompts]
+    streams = [llm.stream(ids, GREEDY) for ids in prompts]
+    texts = [next(stream) for stream in streams]
+    assert llm.generate("1, 2, 3,", GREEDY)[0].outputs[0].text == alone[1]
+    for _ in range(8):
+        texts = [text + next(stream, "") for text, stream in zip(texts, streams, strict=True)]
+    assert texts == alone
+
+
 def test_unknown_settings_and_names() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         LLM("x", tensor_parallel_size=2)

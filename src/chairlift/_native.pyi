@@ -33,7 +33,7 @@ class Model:
         """Packs one tensor (canonical name of DecoderSpec.tensor_shapes); the data is not needed afterwards."""
 
     def finalize(self) -> None:
-        """Checks that every tensor is there and fuses what belongs together. Once, before reserve."""
+        """Checks that every tensor is there. Once, before reserve."""
 
     @property
     def weight_bytes(self) -> int: ...
@@ -42,7 +42,8 @@ class Model:
 
     def workspace_bytes(self, max_rows: int, max_samples: int) -> int: ...
     def reserve(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int, max_samples: int) -> None:
-        """Allocates (and touches) the KV cache and the workspace; step allocates nothing that grows with the batch."""
+        """Allocates the KV cache, whose pages a thread in the background maps, and the workspace. A step allocates only
+        its results."""
 
     def step(
         self,

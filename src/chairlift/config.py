@@ -11,6 +11,15 @@ from chairlift.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 
+# Beyond any sense, and small enough that no size computed from them leaves the integers of the C++ core.
+_MOST = {
+    "max_model_len": 2**27,
+    "max_num_seqs": 2**16,
+    "max_num_batched_tokens": 2**24,
+    "block_size": 1024,
+    "threads": 1024,
+}
+
 
 def option(default: Any, help: str) -> Any:
     """A field with the help text that the command line shows: what it does, what it costs, when to change it."""
@@ -65,15 +74,10 @@ class EngineConfig:
     debug: bool = option(False, "Check every invariant of the KV manager after each step. Slow.")
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_batched_tokens", "threads"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
-        for name in ("max_num_seqs", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
-        if self.block_size > 1024:
-            raise ConfigError(f"--block-size must be at most 1024, got {self.block_size}")
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(f"{_flag(name)} must be from 1 to {most}, got {value}")
         if self.gpu_memory_utilization is not None:
             if not 0.0 < self.gpu_memory_utilization <= 1.0:
                 raise ConfigError(
@@ -120,6 +124,16 @@ def cache_dir() -> Path:
     if home:
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift"
+
+
+def hub_endpoint() -> str:
+    """Where the Hugging Face hub, or one that stands in for it, answers."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def hub_offline() -> bool:
+    """Whether the user forbids asking the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
 
 
 def _flag(name: str) -> str:

@@ -11,9 +11,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -22,17 +20,14 @@ from chairlift import log
 from chairlift.config import EngineConfig
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
-from chairlift.core.plan import Output, StepRecord, StepStats
+from chairlift.core.plan import Capacity, Output, StepRecord, StepStats
 from chairlift.core.policy import make_policy
-from chairlift.core.ports import Clock, Message, Sink, Source
+from chairlift.core.ports import Clock, Executor, Message, Sink, Source
 from chairlift.core.scheduler import Scheduler
 from chairlift.errors import ChairliftError
 from chairlift.server import ipc
 
 IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
-
-Report = Callable[[str, "float | None"], None]
-"""Told of each phase of the start: (name, None) as it begins, where that is known, and (name, seconds) as it ends."""
 
 Recorder = Callable[[StepRecord], None]
 
@@ -46,21 +41,13 @@ def build_engine(
     *,
     clock: Clock | None = None,
     recorder: Recorder | None = None,
-    report: Report | None = None,
+    report: log.Report | None = None,
 ) -> Engine:
-    """Loads the model, reserves the memory, and returns an engine ready for its first step.
+    """An engine ready for its first step. Raises as `start_runner` does."""
+    runner, capacity = start_runner(config, report)
 
-    Raises ModelError for a model that cannot be loaded, ConfigError for settings that cannot work.
-    """
-    report = report or (lambda name, seconds: None)
-    with _phase("engine imports", report):
-        from chairlift.models import load_checkpoint
-        from chairlift.runners.memory import batch_tokens
-        from chairlift.runners.native import NativeRunner
-    with _phase("model file", report):
-        checkpoint = load_checkpoint(config.model)
-    runner = NativeRunner(checkpoint, config, report=report)
-    capacity = runner.start()
+    from chairlift.runners.memory import batch_tokens
+
     scheduler = Scheduler(
         capacity,
         make_policy(config.scheduler_policy, admission=config.admission),
@@ -72,12 +59,19 @@ def build_engine(
     return Engine(scheduler, runner, source, sink, clock or WallClock(), recorder)
 
 
-@contextmanager
-def _phase(name: str, report: Report) -> Iterator[None]:
-    report(name, None)
-    begin = time.perf_counter()
-    yield
-    report(name, time.perf_counter() - begin)
+def start_runner(config: EngineConfig, report: log.Report | None = None) -> tuple[Executor, Capacity]:
+    """Loads the model and reserves the memory.
+
+    Raises ModelError for a model that cannot be loaded, ConfigError for settings that cannot work.
+    """
+    report = report or (lambda name, seconds: None)
+    with log.phase("engine imports", report):
+        from chairlift.models import load_checkpoint
+        from chairlift.runners.native import NativeRunner
+    with log.phase("model file", report):
+        checkpoint = load_checkpoint(config.model)
+    runner = NativeRunner(checkpoint, config, report=report)
+    return runner, runner.start()
 
 
 class SocketSource:

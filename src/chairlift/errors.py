@@ -31,5 +31,9 @@ class RequestRefused(ChairliftError):
     """A request that can never run in this configuration (too long, too many samples)."""
 
 
+class GenerationFailed(ChairliftError):
+    """The engine could not finish a request that was sound; other requests go on."""
+
+
 class EngineDead(ChairliftError):
     """The engine process has ended, so the request cannot be answered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,8 +13,8 @@ from chairlift import engine_main, models
 from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.core.plan import Output, StepStats, TokenLogprob
 from chairlift.core.ports import Abort, Add, Message
-from chairlift.core.request import FinishReason, Request, SamplingParams
-from chairlift.errors import ChairliftError, ConfigError, ParameterError, RequestRefused
+from chairlift.core.request import FinishReason, Request, SamplingParams, make_request
+from chairlift.errors import ConfigError, GenerationFailed, ParameterError, RequestRefused
 from chairlift.server.text import Delta, Transcript
 
 if TYPE_CHECKING:
@@ -74,18 +73,23 @@ class RequestOutput:
 
 
 class _Mailbox:
-    """Source and sink of an engine that runs in the caller's own thread."""
+    """Source and sink of an engine that runs in the caller's own thread.
+
+    ``inboxes``, by request id: who reads a request's outputs. Of a request without one nobody wants to know any more.
+    """
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.outputs: list[Output] = []
+        self.inboxes: dict[str, list[Output]] = {}
 
     def take(self, idle: bool) -> Sequence[Message]:
         taken, self.messages = self.messages, []
         return taken
 
     def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
-        self.outputs.extend(outputs)
+        for output in outputs:
+            if output.request_id in self.inboxes:
+                self.inboxes[output.request_id].append(output)
 
 
 class LLM:
@@ -125,7 +129,8 @@ class LLM:
             sampling_params: for all, or one for each; by default SamplingParams(), which samples at temperature 1.
             use_tqdm: draw a progress bar, if stderr is a terminal.
         Raises:
-            ParameterError, RequestRefused: a prompt or parameter cannot work; nothing was generated then.
+            ParameterError, RequestRefused: a prompt or parameter cannot work; the others get no answer either.
+            GenerationFailed: the engine could not finish a request.
         """
         pairs = [self._encode(prompt) for prompt in _as_list(prompts)]
         return self._generate([text for text, _ in pairs], [ids for _, ids in pairs], sampling_params, use_tqdm)
@@ -160,25 +165,13 @@ class LLM:
         return None, [*cast("Sequence[int]", prompt)]
 
     def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
-        size = self._tokenizer.vocab_size
-        for param, ids in (
-            ("prompt", token_ids),
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            for token in ids:
-                if not isinstance(token, int) or not 0 <= token < size:
-                    raise ParameterError(param, f"{param} must hold token ids from 0 to {size - 1}, got {token!r}")
-        seed = params.seed if params.seed is not None else self.config.seed
-        stop_ids = frozenset(params.stop_token_ids)
-        return Request(
-            id=str(next(self._ids)),
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
-            params=params,
-            seed=secrets.randbits(64) if seed is None else seed,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._tokenizer.eos_token_ids,
-            num_samples=params.n,
+        return make_request(
+            str(next(self._ids)),
+            token_ids,
+            params,
+            vocab_size=self._tokenizer.vocab_size,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            seed=self.config.seed,
         )
 
     def _generate(
@@ -219,18 +212,22 @@ class LLM:
             for request in requests
             for k in range(request.num_samples)
         }
+        inbox: list[Output] = []
+        self._mailbox.inboxes.update((request.id, inbox) for request in requests)
         self._mailbox.messages += [Add(request) for request in requests]
         open_samples = set(transcripts)
         try:
             while open_samples:
-                self.engine.step()
-                outputs, self._mailbox.outputs = self._mailbox.outputs, []
+                if not inbox:  # else another run, in turns with this one, has stepped the engine
+                    self.engine.step()
+                outputs = inbox.copy()
+                inbox.clear()
                 for output in outputs:
                     key = (output.request_id, output.index)
                     if key not in open_samples:
                         continue  # a sample that a stop string ended; the engine was told
                     if output.finish_reason is FinishReason.ERROR:
-                        raise _failure(output)
+                        raise (RequestRefused if output.refused else GenerationFailed)(output.error)
                     delta = transcripts[key].feed(output)
                     if delta.finish_reason is not None:
                         open_samples.discard(key)
@@ -238,7 +235,9 @@ class LLM:
                             self._mailbox.messages.append(Abort(*key))
                     yield output.request_id, output, delta
         finally:
-            self._mailbox.messages += [Abort(*key) for key in open_samples]
+            for request in requests:
+                del self._mailbox.inboxes[request.id]
+            self._mailbox.messages += [Abort(request_id) for request_id in {key[0] for key in open_samples}]
 
     def _record(self, result: RequestOutput, output: Output, delta: Delta) -> None:
         completion = result.outputs[output.index]
@@ -273,10 +272,6 @@ def _empty(index: int, params: SamplingParams) -> CompletionOutput:
     if params.logprobs is None:
         return CompletionOutput(index)
     return CompletionOutput(index, cumulative_logprob=0.0, logprobs=[])
-
-
-def _failure(output: Output) -> ChairliftError:
-    return RequestRefused(output.error or "the engine could not finish the request")
 
 
 class _progress_bar:

@@ -1,4 +1,4 @@
-"""Logging, set up the same way in the API process and in the engine process."""
+"""Logging, set up the same way in the API process and in the engine process, and what a start reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_name)s: %(message)s"
 
@@ -31,16 +33,32 @@ def setup(level: str, process_name: str) -> None:
     root.propagate = False
 
 
-def human_bytes(count: int) -> str:
-    """A number of bytes for people and, exactly, for machines: "92.1 MiB (96,559,104 bytes)"."""
+def short_bytes(count: int) -> str:
+    """A number of bytes for people: "92.1 MiB"."""
     value, unit = float(count), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
             break
         value, unit = value / 1024, larger
-    if unit == "bytes":
-        return f"{count:,} bytes"
-    return f"{value:.1f} {unit} ({count:,} bytes)"
+    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def exact_bytes(count: int) -> str:
+    """The same with the exact number: "92.1 MiB (96,559,104 bytes)"."""
+    return f"{count:,} bytes" if abs(count) < 1024 else f"{short_bytes(count)} ({count:,} bytes)"
+
+
+Report = Callable[[str, "float | None"], None]
+"""Told of each phase of a start: (name, None) as it begins, and (name, seconds) as it ends."""
+
+
+@contextmanager
+def phase(name: str, report: Report) -> Iterator[None]:
+    """Reports a ``with`` block as a phase; its end only if it succeeded."""
+    report(name, None)
+    begin = time.perf_counter()
+    yield
+    report(name, time.perf_counter() - begin)
 
 
 def process_age() -> float:

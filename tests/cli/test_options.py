@@ -97,3 +97,11 @@ def test_sizes(text: str, expected: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="--flag"):
         parse_bytes(text, "--flag")
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "threads"])
+@pytest.mark.parametrize("value", [-1, 0, 2**31, 2**70])
+def test_sizes_out_of_range(name: str, value: int) -> None:
+    """Refused with the range, before they reach integers of 32 bits."""
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be from 1 to "):
+        EngineConfig(**{name: value})

@@ -23,7 +23,7 @@ def compute(kv: KVManager, request: Request, *, total: int = 0) -> Request:
     request.max_len = request.max_len or len(request.token_ids)
     hit = kv.lookup(request)
     n = len(request.token_ids) - len(hit) * kv.block_size
-    assert kv.admit(request, hit, n, total=total)
+    assert kv.admit(request, hit, n, total=total, promise=True)
     kv.commit(request, n)
     return request
 

@@ -45,17 +45,19 @@ class KVMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(min_value=0, max_value=1), min_size=1, max_size=10),
         n=picks,
         extra=st.integers(min_value=0, max_value=4),
+        promise=st.booleans(),
         headroom=st.integers(min_value=0, max_value=2),
     )
-    def admit(self, tokens: list[int], n: int, extra: int, headroom: int) -> None:
+    def admit(self, tokens: list[int], n: int, extra: int, promise: bool, headroom: int) -> None:
         request = self.make(tokens)
         hit = self.kv.lookup(request)
         need = len(tokens) - len(hit) * BLOCK_SIZE
         n = 1 + n % need
         total = self.kv.blocks_for(len(tokens)) + extra if extra else 0
         available = self.kv.num_available
-        if self.kv.admit(request, hit, n, total=total, headroom=headroom):
+        if self.kv.admit(request, hit, n, total=total, promise=promise, headroom=headroom):
             assert self.kv.num_available >= headroom
+            assert promise or not request.num_reserved
             self.live.append(request)
             self.compute(request, n)
         else:

@@ -317,9 +317,9 @@ def test_the_victim_is_who_boarded_last(make_rig: MakeRig) -> None:
     rig.run()
 
 
-def test_nobody_boards_in_a_step_that_preempts(make_rig: MakeRig) -> None:
-    """M3: the victim's blocks are for those who needed them."""
-    rig = make_rig("chunked", num_blocks=9, caching=False)
+def test_the_victim_does_not_come_straight_back(make_rig: MakeRig) -> None:
+    """M3: it needs room for all it had, and somebody has just taken of that; and nobody overtakes it."""
+    rig = make_rig("chunked", num_blocks=9, budget=8, caching=False)
     for id in "abc":
         rig.add(id, 11, max_tokens=13)
     rig.add("small", 1, max_tokens=1)

@@ -96,7 +96,7 @@ def generation(toy, client, n=1, **params):
 
 def answer(toy, generation):
     format = CompletionFormat("id", "toy", 0, toy.ToyTokenizer(), logprobs=False, include_usage=False)
-    return Answer(generation, format, stream=True, include_usage=False)
+    return Answer(generation, format, stream=True)
 
 
 def test_the_abort_is_sent_at_once(toy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +17,6 @@ from chairlift.errors import ConfigError
 if TYPE_CHECKING:
     from chairlift.bench.compare import Comparison, Progress
     from chairlift.bench.results import Setting
-    from chairlift.core.plan import Output, StepStats
-    from chairlift.core.ports import Message
     from chairlift.sim.workloads import Workload
 
 app = typer.Typer(no_args_is_help=True)
@@ -104,12 +102,11 @@ def _measure(
     from chairlift.bench.machine import machine_info
     from chairlift.bench.results import Setting
     from chairlift.cli.progress import download_progress
-    from chairlift.engine_main import build_engine
+    from chairlift.engine_main import start_runner
 
     with download_progress() as progress:
         models.resolve(config.model, progress=progress)
-    engine = build_engine(config, _Nobody(), _Nobody())  # the bench makes an engine of its own for each policy
-    executor, capacity = engine.executor, engine.scheduler.capacity
+    executor, capacity = start_runner(config)
     try:
         bench = make_bench(
             executor,
@@ -126,16 +123,6 @@ def _measure(
         return comparison, Setting(name, seed, scale, _version(), machine_info(executor))
     finally:
         executor.close()
-
-
-class _Nobody:
-    """Sends nothing and listens to nothing."""
-
-    def take(self, idle: bool) -> Sequence[Message]:
-        return ()
-
-    def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
-        pass
 
 
 @contextmanager

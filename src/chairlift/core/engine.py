@@ -63,7 +63,7 @@ class Engine:
                             Output(
                                 request.id, index, finish_reason=FinishReason.ERROR, error=str(refusal), refused=True
                             )
-                            for index in range(request.num_samples)
+                            for index in request.samples
                         ]
                 case Abort(request_id, index):
                     ended += self.scheduler.abort(request_id, index)

@@ -157,28 +157,38 @@ class KVManager:
 
     # -- a request's life
 
-    def admit(self, request: Request, hit: Sequence[int], n: int, *, total: int = 0, headroom: int = 0) -> bool:
+    def admit(
+        self,
+        request: Request,
+        hit: Sequence[int],
+        n: int,
+        *,
+        total: int = 0,
+        promise: bool = False,
+        headroom: int = 0,
+    ) -> bool:
         """Boards a request: takes its hit blocks and room for ``n`` tokens after them.
 
         Args:
             hit: what `lookup` returned just now.
-            total: blocks the request is promised altogether, those of this call included.
+            total: blocks that must be there for the request altogether, those taken now included.
+            promise: keep those of ``total`` that are not taken now for this request.
             headroom: blocks that must stay available to others.
         Returns:
             False, and nothing has changed, if the blocks are not there.
         """
         start = len(hit) * self.block_size
         new = self.blocks_for(start + n) - len(hit)
-        promised = max(0, total - len(hit) - new)
+        later = max(0, total - len(hit) - new)
         revived = sum(self.pool.refs(block) == 0 for block in hit)  # they sit in the free list, but are not for taking
-        if new + revived + promised + headroom > self.num_available:
+        if new + revived + later + headroom > self.num_available:
             return False
         for block in hit:
             self.pool.share(block)
         request.block_table = [*hit, *(self.pool.take() for _ in range(new))]
         request.num_computed = start
-        request.num_reserved = promised
-        self.reserved += promised
+        request.num_reserved = later if promise else 0
+        self.reserved += request.num_reserved
         return True
 
     def grow(self, request: Request, n: int) -> bool:

@@ -21,10 +21,16 @@ class Group:
 
 
 class Gate(Protocol):
-    """Decides how much memory must be there for a request to board."""
+    """Decides how much memory must be there for a request to board.
+
+    Attributes:
+        promises: those blocks are kept for the request, so that it is never preempted.
+    """
+
+    promises: bool
 
     def total(self, request: Request, kv: KVManager) -> int:
-        """Blocks to promise the request altogether; 0 for no promise."""
+        """Blocks that must be there for the request altogether."""
         ...
 
     def headroom(self, kv: KVManager) -> int:
@@ -33,13 +39,19 @@ class Gate(Protocol):
 
 
 class Optimistic:
-    """Board while blocks last, but for a watermark; when they run out later, somebody is preempted."""
+    """Board while blocks last, but for a watermark; when they run out later, somebody is preempted.
+
+    Even a part of a prompt boards only with room for all known tokens: else decodes soon push it out, and all was for
+    nothing.
+    """
+
+    promises = False
 
     def __init__(self, watermark: float = 0.01) -> None:
         self.watermark = watermark
 
     def total(self, request: Request, kv: KVManager) -> int:
-        return 0
+        return kv.blocks_for(len(request.token_ids))
 
     def headroom(self, kv: KVManager) -> int:
         return int(self.watermark * kv.pool.num_blocks)
@@ -47,6 +59,8 @@ class Optimistic:
 
 class Reserve:
     """Board only with room for the greatest length. Never preempts."""
+
+    promises = True
 
     def total(self, request: Request, kv: KVManager) -> int:
         return kv.full_blocks(request)

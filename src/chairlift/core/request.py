@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,6 +206,53 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def samples(self) -> range:
+        """Indexes of the samples that this sequence stands for."""
+        return range(self.index, self.index + self.num_samples)
+
+    @property
     def key(self) -> tuple[str, int]:
         """What names this sequence among all live ones: the request's id and the sample's index."""
         return self.id, self.index
+
+
+def make_request(
+    id: str,
+    token_ids: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    seed: int | None = None,
+    arrival: float = 0.0,
+) -> Request:
+    """What a client asks for, completed with what the model and the settings say.
+
+    Args:
+        seed: for parameters that name none; None draws one at random.
+    Raises:
+        ParameterError: a token id is outside the vocabulary.
+    """
+    check_token_ids("prompt", token_ids, vocab_size)
+    check_token_ids("logit_bias", params.logit_bias, vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    if params.seed is not None:
+        seed = params.seed
+    stop_ids = frozenset(params.stop_token_ids)
+    return Request(
+        id=id,
+        token_ids=token_ids,
+        num_prompt=len(token_ids),
+        params=params,
+        seed=secrets.randbits(64) if seed is None else seed,
+        stop_ids=stop_ids if params.ignore_eos else stop_ids | eos_token_ids,
+        num_samples=params.n,
+        arrival=arrival,
+    )
+
+
+def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises ParameterError, naming ``param``, unless all are ids of tokens."""
+    for token in token_ids:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ParameterError(param, f"{param} must hold token ids from 0 to {vocab_size - 1}, got {_show(token)}")

@@ -121,12 +121,11 @@ class Scheduler:
         """Ends a request, or one sample of it, now. An unknown one is ignored: it may have just finished."""
         outputs: list[Output] = []
         for request in list(self._live.get(request_id, {}).values()):
-            samples = range(request.index, request.index + request.num_samples)
             if index is None:
                 outputs += self._end(request, FinishReason.ABORT)
-            elif index in samples:
+            elif index in request.samples:
                 request.aborted.add(index)  # not forked from its prompt yet, it ends when it is
-                if len(request.aborted) == len(samples):
+                if len(request.aborted) == request.num_samples:
                     outputs += self._end(request, FinishReason.ABORT)
         return outputs
 
@@ -149,7 +148,6 @@ class Scheduler:
         items: list[StepItem] = []
         left = self.max_num_batched_tokens
         scheduled: set[Key] = set()
-        preemptions = self._total_preemptions
         for request in group.running:
             if request.status is not Status.RUNNING:  # preempted a moment ago by one before it in the group
                 continue
@@ -158,14 +156,12 @@ class Scheduler:
                 scheduled.add(request.key)
                 items.append(self._item(request, n))
                 left -= n
-        # After a preemption nobody boards: the victim would come straight back, or another take what it gave up.
-        if group.boards and self._total_preemptions == preemptions:
-            while left and self.waiting:
-                boarded = self._board(self.waiting.peek(), left)
-                if not boarded:
-                    break
-                items += boarded
-                left -= sum(len(item.token_ids) for item in boarded)
+        while group.boards and left and self.waiting:
+            boarded = self._board(self.waiting.peek(), left)
+            if not boarded:
+                break
+            items += boarded
+            left -= sum(len(item.token_ids) for item in boarded)
         return items
 
     def _make_room(self, request: Request, n: int, scheduled: set[Key]) -> bool:
@@ -190,19 +186,17 @@ class Scheduler:
         """Admits the head of the queue if slots, tokens and memory allow; returns its items, or nothing."""
         if self._slots_used + request.num_samples > self.max_num_seqs:
             return []
-        hit = self.kv.lookup(request)
+        gate, hit = self.policy.gate, self.kv.lookup(request)
         need = len(request.token_ids) - len(hit) * self.kv.block_size
-        total = self.policy.gate.total(request, self.kv)
+        total = gate.total(request, self.kv)
         padding = self._padding(request, total)
         n = self.policy.quota(need + padding, left) - padding
-        headroom = self.policy.gate.headroom(self.kv) if self.running else 0
-        length = len(request.token_ids)
-        if total:  # padding beyond the greatest length takes blocks that the samples cannot use
-            padded = self.kv.blocks_for(request.num_prompt + padding)
-            total += max(0, padded - self.kv.blocks_for(request.max_len))
-        else:  # a part boards only if the rest would fit too: else decodes soon push it out, and all was for nothing
-            headroom += self.kv.blocks_for(length) - self.kv.blocks_for(length - need + n)
-        if n <= 0 or not self.kv.admit(request, hit, n + padding, total=total, headroom=headroom):
+        # Padding beyond the greatest length takes blocks that the samples cannot use.
+        total += max(0, self.kv.blocks_for(request.num_prompt + padding) - self.kv.blocks_for(request.max_len))
+        headroom = gate.headroom(self.kv) if self.running else 0
+        if n <= 0 or not self.kv.admit(
+            request, hit, n + padding, total=total, promise=gate.promises, headroom=headroom
+        ):
             return []
         self._count_lookup(request)
         self.waiting.remove(request)
@@ -368,10 +362,9 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[Output]:
         """Ends a request early, with an output for each of its samples, forked or not."""
-        indexes = range(request.index, request.index + request.num_samples)
         request.finish_reason = reason
         self._forget(request)
-        return [Output(request.id, index, finish_reason=reason, error=error) for index in indexes]
+        return [Output(request.id, index, finish_reason=reason, error=error) for index in request.samples]
 
     def _forget(self, request: Request) -> None:
         """Frees all that a request holds, whatever its state."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -20,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from chairlift.config import cache_dir
+from chairlift import log
+from chairlift.config import cache_dir, hub_endpoint, hub_offline
 from chairlift.errors import ModelError
 from chairlift.models.hub import KnownModel, Progress
 
@@ -33,9 +33,8 @@ CONNECT_TIMEOUT = 3.0  # seconds; the hub is often unreachable, and then the whe
 READ_TIMEOUT = 10.0
 CHUNK = 1 << 20
 POLL = 0.2  # seconds between looks at how far pip has come
-DEFAULT_ENDPOINT = "https://huggingface.co"
 
-log = logging.getLogger("chairlift.models")
+_log = log.get("models")
 
 
 class _Unavailable(Exception):
@@ -52,7 +51,7 @@ def fetch(known: KnownModel, progress: Progress | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{known.file}.lock"):
             if not _is_there(target, known):  # another process may have fetched it meanwhile
-                log.warning("fetching %s (%s): %s", known.name, known.licence, known.notice)
+                _log.warning("fetching %s (%s): %s", known.name, known.licence, known.notice)
                 _fetch(known, target, progress or (lambda name, done, total: None))
     except OSError as error:
         raise ModelError(f"{known.name} cannot be stored in {folder}: {error.strerror or error}") from None
@@ -100,9 +99,9 @@ def _from_hub(known: KnownModel, part: Path, progress: Progress) -> None:
     """Downloads the file over HTTP, going on after the bytes that are there already."""
     import httpx
 
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+    if hub_offline():
         raise _Unavailable("HF_HUB_OFFLINE is set")
-    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
+    endpoint = hub_endpoint()
     url = f"{endpoint}/{known.repo}/resolve/{known.revision}/{known.hub_file}"
     have = part.stat().st_size if part.exists() else 0
     if have > known.size:

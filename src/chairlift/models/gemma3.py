@@ -10,7 +10,7 @@ import numpy as np
 from chairlift.models.checks import MAX_HEAD_DIM, MAX_LAYERS
 from chairlift.models.fields import Fields
 from chairlift.models.gguf import GGUFFile
-from chairlift.models.llama import _GGUF_LAYER, _HF_LAYER, gguf_vocab_size, layer_names
+from chairlift.models.llama import GGUF_LAYER, HF_LAYER, gguf_vocab_size, layer_names
 from chairlift.models.rope import rope_from_config, rope_from_gguf
 from chairlift.models.spec import DecoderSpec, RopeSpec
 
@@ -44,13 +44,13 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def gguf_names(spec: DecoderSpec) -> dict[str, str]:
     """Canonical tensor name to the name in a GGUF file."""
     names = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
-    return layer_names(names, _GGUF_LAYER | _NORMS_GGUF, "blk", spec.num_layers)
+    return layer_names(names, GGUF_LAYER | _NORMS_GGUF, "blk", spec.num_layers)
 
 
 def hf_names(spec: DecoderSpec) -> dict[str, str]:
     """Canonical tensor name to the name in a Hugging Face checkpoint."""
     names = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-    return layer_names(names, _HF_LAYER | _NORMS_HF, "model.layers", spec.num_layers)
+    return layer_names(names, HF_LAYER | _NORMS_HF, "model.layers", spec.num_layers)
 
 
 def gguf_ignored(name: str) -> bool:

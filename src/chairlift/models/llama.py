@@ -16,7 +16,7 @@ HF_NORM_OFFSET = 0.0
 DEFAULT_THETA = 10_000.0
 
 # canonical layer tensor -> name in a GGUF file, after "blk.N."
-_GGUF_LAYER = {
+GGUF_LAYER = {
     "attn_norm": "attn_norm.weight",
     "q": "attn_q.weight",
     "k": "attn_k.weight",
@@ -36,7 +36,7 @@ _GGUF_LAYER = {
 }
 
 # canonical layer tensor -> name in a Hugging Face checkpoint, after "model.layers.N."
-_HF_LAYER = {
+HF_LAYER = {
     "attn_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
@@ -59,13 +59,13 @@ _HF_LAYER = {
 def gguf_names(spec: DecoderSpec) -> dict[str, str]:
     """Canonical tensor name to the name in a GGUF file."""
     names = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "lm_head": "output.weight"}
-    return layer_names(names, _GGUF_LAYER, "blk", spec.num_layers)
+    return layer_names(names, GGUF_LAYER, "blk", spec.num_layers)
 
 
 def hf_names(spec: DecoderSpec) -> dict[str, str]:
     """Canonical tensor name to the name in a Hugging Face checkpoint."""
     names = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-    return layer_names(names, _HF_LAYER, "model.layers", spec.num_layers)
+    return layer_names(names, HF_LAYER, "model.layers", spec.num_layers)
 
 
 def layer_names(names: dict[str, str], layer: dict[str, str], prefix: str, num_layers: int) -> dict[str, str]:

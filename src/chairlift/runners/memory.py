@@ -12,6 +12,7 @@ from pathlib import Path
 
 from chairlift.config import EngineConfig, parse_bytes
 from chairlift.errors import ConfigError
+from chairlift.log import short_bytes as show
 
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_KV_LIMIT = 4 * 2**30
@@ -24,7 +25,7 @@ _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 def batch_tokens(config: EngineConfig, max_model_len: int) -> int:
     """Most tokens of one step, for the scheduler's budget and the runner's workspace alike.
 
-    Raises ConfigError when a policy that computes whole prompts could not compute the longest one (F1).
+    Raises ConfigError when a policy that computes whole prompts could not compute the longest one.
     """
     budget = config.max_num_batched_tokens
     if config.scheduler_policy == "chunked":
@@ -64,7 +65,7 @@ def plan_memory(
     """Divides the memory into weights, workspace and KV cache, and finds the context length that this allows.
 
     ``workspace(max_rows)`` is the size of the step's buffers. Raises ConfigError when it cannot work, naming the flags
-    and a value that does (F2).
+    and a value that does.
     """
     wanted = config.max_model_len
     if wanted is not None and wanted > max_positions:
@@ -170,16 +171,6 @@ def _too_long(config: EngineConfig, wanted: int, longest: int, needed: int) -> s
     )
 
 
-def show(size: int) -> str:
-    """A size for people, e.g. 1.5 GiB."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
 def _mib(size: int) -> str:
     return f"{-(-size // 2**20)}MiB"
 
@@ -200,7 +191,7 @@ def available_memory(root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_OF_SE
 
 
 def available_cpus(root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_OF_SELF) -> int:
-    """Processors this process may use: its affinity mask, cut to the control group's quota (I3)."""
+    """Processors this process may use: its affinity mask, cut to the control group's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root, membership, "cpu"):
         quota, period = _cpu_quota(folder)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift import _native
+from chairlift import _native, log
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Capacity, StepItem, StepPlan, StepResult, TokenLogprob
-from chairlift.core.request import MAX_N
 from chairlift.errors import ConfigError, ModelError
 from chairlift.models.spec import Checkpoint
 from chairlift.runners.memory import MemoryPlan, available_cpus, available_memory, check_weights, plan_memory
-
-Report = Callable[[str, float], None]
 
 _SMALLEST = 1.2e-38  # a divisor below it would be 0 in the core's f32
 
@@ -29,13 +26,13 @@ class NativeRunner:
     Args:
         checkpoint: the model; its tensors are needed only until `start` returns.
         config: sizes, threads, instruction set, formats.
-        report: called as each phase of `start` ends with the phase's name and its seconds.
+        report: told of the phases of `start`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, *, report: Report | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig, *, report: log.Report | None = None) -> None:
         self._checkpoint: Checkpoint | None = checkpoint
         self._config = config
-        self._report: Report = report or (lambda phase, seconds: None)
+        self._report: log.Report = report or (lambda name, seconds: None)
         self._vocab_size = checkpoint.spec.vocab_size
         self._model: _native.Model | None = None
         self.memory: MemoryPlan | None = None
@@ -56,10 +53,10 @@ class NativeRunner:
         free = available_memory()
         check_weights(config, free, _packed_bytes(checkpoint, config.weights))
 
-        with _Phase("weights", self._report):
+        with log.phase("weights", self._report):
             model = _load(checkpoint, self.threads, self.isa, config.weights)
         self._checkpoint = None
-        with _Phase("kv cache", self._report):
+        with log.phase("kv cache", self._report):
             plan = plan_memory(
                 config,
                 max_positions=spec.max_positions,
@@ -114,20 +111,6 @@ class NativeRunner:
         self._model = None
 
 
-class _Phase:
-    """Reports how long a ``with`` block took, if it succeeded."""
-
-    def __init__(self, name: str, report: Report) -> None:
-        self._name, self._report = name, report
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, error: object, *rest: object) -> None:
-        if error is None:
-            self._report(self._name, time.perf_counter() - self._begin)
-
-
 def _choose_isa(wanted: str) -> str:
     isas = _native.available_isas()
     if wanted == "auto":
@@ -156,8 +139,9 @@ def _load(checkpoint: Checkpoint, threads: int, isa: str, weights: str) -> _nati
 
 
 def _max_samples(rows: int, config: EngineConfig) -> int:
-    """Most draws of a step: each row may be scored for prompt_logprobs, and each sequence may fork n ways."""
-    return rows + config.max_num_seqs * MAX_N
+    """Most draws of a step: each row may be scored for prompt_logprobs, and each sequence draws one token. (A prompt
+    that will fork n ways counts as n sequences from the start.)"""
+    return rows + config.max_num_seqs
 
 
 class _Draws:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the API process, under chairlift_. All of them exist, at zero, from the first scrape (O1)."""
+"""Prometheus metrics of the API process, under chairlift_. All of them exist, at zero, from the first scrape."""
 
 from __future__ import annotations
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from chairlift.core.plan import TokenLogprob
-from chairlift.core.request import FinishReason
 from chairlift.server.service import Usage
 from chairlift.server.text import Delta, Tokenizer
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say (C5)
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
-class Format(Protocol):
-    """How one endpoint puts things."""
+class Format:
+    """How one endpoint puts things; the endpoints' own classes are below."""
 
-    def chunk(self, choice: int, delta: Delta) -> dict[str, Any]: ...
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> dict[str, Any]: ...
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
-
-
-class _Format:
     object = ""
     chunk_object = ""
 
@@ -33,7 +26,7 @@ class _Format:
         self._created = created
         self._tokenizer = tokenizer
         self._logprobs = logprobs
-        self._include_usage = include_usage
+        self.include_usage = include_usage
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         body = self._head(self.object)
@@ -44,7 +37,7 @@ class _Format:
     def chunk(self, choice: int, delta: Delta) -> dict[str, Any]:
         body = self._head(self.chunk_object)
         body["choices"] = [self._chunk_choice(choice, delta)]
-        if self._include_usage:
+        if self.include_usage:
             body["usage"] = None
         body["chairlift"] = {"tokens": len(delta.token_ids)}
         return body
@@ -62,7 +55,7 @@ class _Format:
         raise NotImplementedError
 
 
-class CompletionFormat(_Format):
+class CompletionFormat(Format):
     object = chunk_object = "text_completion"
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -91,7 +84,7 @@ class CompletionFormat(_Format):
         }
 
 
-class ChatFormat(_Format):
+class ChatFormat(Format):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -149,4 +142,4 @@ def clamp(logprob: float) -> float:
 
 
 def _reason(delta: Delta) -> str | None:
-    return None if delta.finish_reason is None else FinishReason(delta.finish_reason).value
+    return None if delta.finish_reason is None else delta.finish_reason.value

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from chairlift.server import errors, metrics
-from chairlift.server.responses import ChatFormat, CompletionFormat
+from chairlift.server.responses import ChatFormat, CompletionFormat, Format
 from chairlift.server.schemas import ChatRequest, CompletionRequest
 from chairlift.server.service import DEFAULT_MAX_TOKENS, ModelNotFound, Service
 from chairlift.server.streaming import Answer
@@ -19,22 +20,26 @@ from chairlift.server.streaming import Answer
 def create_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions")
-    async def completions(request: CompletionRequest) -> Response:
-        """Continues prompts. max_tokens defaults to 16; a larger number that does not fit the context is refused."""
+    async def answer(
+        prefix: str,
+        request: CompletionRequest | ChatRequest,
+        encode: Callable[[], Awaitable[list[list[int]]]],
+        prompt_param: str,
+        format: type[Format],
+    ) -> Answer:
         arrival, params = time.monotonic(), request.params()
         tokenizer, _ = service.require_ready()
         service.require_model(request.model)
-        request_id = f"cmpl-{uuid.uuid4().hex}"
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
         generation = service.generate(
             request_id,
-            await service.encode(request.prompts),
+            await encode(),
             params,
             arrival=arrival,
-            prompt_param="prompt",
-            limit_param=None if request.max_tokens is None else "max_tokens",
+            prompt_param=prompt_param,
+            limit_param=request.limit_param,
         )
-        format = CompletionFormat(
+        shape = format(
             request_id,
             request.model or service.names[0],
             int(time.time()),
@@ -42,32 +47,21 @@ def create_router(service: Service) -> APIRouter:
             logprobs=params.logprobs is not None,
             include_usage=request.include_usage,
         )
-        return Answer(generation, format, stream=bool(request.stream), include_usage=request.include_usage)
+        return Answer(generation, shape, stream=bool(request.stream))
+
+    @router.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> Response:
+        """Continues prompts. max_tokens defaults to 16; a larger number that does not fit the context is refused."""
+        return await answer("cmpl", request, lambda: service.encode(request.prompts), "prompt", CompletionFormat)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
         """Answers a conversation. Without max_tokens the answer may go on to the end of the context."""
-        arrival, params = time.monotonic(), request.params()
-        tokenizer, _ = service.require_ready()
-        service.require_model(request.model)
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        generation = service.generate(
-            request_id,
-            [await service.encode_chat([message.for_template() for message in request.messages])],
-            params,
-            arrival=arrival,
-            prompt_param="messages",
-            limit_param=request.limit_param,
-        )
-        format = ChatFormat(
-            request_id,
-            request.model or service.names[0],
-            int(time.time()),
-            tokenizer,
-            logprobs=params.logprobs is not None,
-            include_usage=request.include_usage,
-        )
-        return Answer(generation, format, stream=bool(request.stream), include_usage=request.include_usage)
+
+        async def encode() -> list[list[int]]:
+            return [await service.encode_chat([message.for_template() for message in request.messages])]
+
+        return await answer("chatcmpl", request, encode, "messages", ChatFormat)
 
     def card() -> dict[str, Any]:
         ready = service.client.ready

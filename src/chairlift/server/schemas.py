@@ -1,6 +1,6 @@
 """What clients may send: the bodies of /v1/completions and /v1/chat/completions.
 
-Nothing is ignored in silence (A6). A field is one of three: supported; known to OpenAI or vLLM clients but not
+Nothing is ignored in silence. A field is one of three: supported; known to OpenAI or vLLM clients but not
 supported, which is accepted with a value that asks for nothing and refused by name with any other; or unknown, and
 refused. Types and structure are checked here; the ranges of sampling parameters belong to `SamplingParams`.
 """
@@ -175,6 +175,11 @@ class Sampling(Body):
         return self
 
     @property
+    def limit_param(self) -> str | None:
+        """The name under which the client asked for a number of tokens, if it did."""
+        return None if self.max_tokens is None else "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -305,10 +310,7 @@ class ChatRequest(Sampling):
 
     @property
     def limit_param(self) -> str | None:
-        """The name under which the client asked for a number of tokens."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return None if self.max_tokens is None else "max_tokens"
+        return super().limit_param if self.max_completion_tokens is None else "max_completion_tokens"
 
     def params(self) -> SamplingParams:
         more: dict[str, Any] = {"logprobs": (self.top_logprobs or 0)} if self.logprobs else {}

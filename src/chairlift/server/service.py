@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Capacity
-from chairlift.core.request import FinishReason, Request, SamplingParams
-from chairlift.errors import ChairliftError, ParameterError, RequestRefused
+from chairlift.core.request import FinishReason, Request, SamplingParams, make_request
+from chairlift.errors import ChairliftError, GenerationFailed, ParameterError, RequestRefused
 from chairlift.server.client import EngineClient, News, Stream
 from chairlift.server.metrics import Metrics
 from chairlift.server.text import Delta, Tokenizer, Transcript
 
-LONG_TEXT = 4096  # characters; longer texts are tokenised off the event loop (S6)
+LONG_TEXT = 4096  # characters of a request; longer texts are tokenised off the event loop
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
+
+
+T = TypeVar("T")
 
 
 class NotReady(ChairliftError):
@@ -31,10 +34,6 @@ class ModelNotFound(ChairliftError):
 
 class ContextTooLong(ParameterError):
     """Prompt and asked output do not fit the context."""
-
-
-class GenerationFailed(ChairliftError):
-    """The engine could not finish this request."""
 
 
 @dataclass(slots=True)
@@ -83,14 +82,10 @@ class Service:
     async def encode(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
         """Token ids of completion prompts."""
         tokenizer, _ = self.require_ready()
-        encoded: list[list[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                encoded.append(await _maybe_in_thread(len(prompt), partial(tokenizer.encode, prompt)))
-            else:
-                _check_tokens("prompt", prompt, tokenizer.vocab_size)
-                encoded.append(prompt)
-        return encoded
+        length = sum(len(prompt) for prompt in prompts)
+        return await _maybe_in_thread(
+            length, lambda: [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        )
 
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         tokenizer, _ = self.require_ready()
@@ -118,23 +113,23 @@ class Service:
 
         ``limit_param`` names the parameter by which the client asked for a number of tokens, None if it did not: then
         params.max_tokens is a wish that is cut to what the context has room for. A number that was asked for and does
-        not fit is refused, never cut (C9).
+        not fit is refused, never cut.
         """
         tokenizer, capacity = self.require_ready()
-        self._check_params(params, tokenizer.vocab_size)
-        eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
+        if params.n > self.config.max_num_seqs:
+            limit = self.config.max_num_seqs
+            raise ParameterError("n", f"n must be a whole number from 1 to {limit} (max-num-seqs), got {params.n}")
         requests = []
         for i, prompt in enumerate(prompts):
             self._check_room(prompt, params, capacity, prompt_param, limit_param)
             requests.append(
-                Request(
-                    id=f"{request_id}-{i}",
-                    token_ids=list(prompt),
-                    num_prompt=len(prompt),
-                    params=params,
-                    seed=self._seed(params),
-                    stop_ids=eos | frozenset(params.stop_token_ids),
-                    num_samples=params.n,
+                make_request(
+                    f"{request_id}-{i}",
+                    list(prompt),
+                    params,
+                    vocab_size=tokenizer.vocab_size,
+                    eos_token_ids=tokenizer.eos_token_ids,
+                    seed=self.config.seed,
                     arrival=arrival,
                 )
             )
@@ -145,18 +140,6 @@ class Service:
         ]
         stream = self.client.submit(requests)
         return Generation(stream, requests, transcripts, arrival, self.metrics)
-
-    def _seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        return self.config.seed if self.config.seed is not None else secrets.randbits(64)
-
-    def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
-        if params.n > self.config.max_num_seqs:
-            limit = self.config.max_num_seqs
-            raise ParameterError("n", f"n must be a whole number from 1 to {limit} (max-num-seqs), got {params.n}")
-        _check_tokens("logit_bias", params.logit_bias, vocab_size)
-        _check_tokens("stop_token_ids", params.stop_token_ids, vocab_size)
 
     def _check_room(
         self,
@@ -191,13 +174,7 @@ class Service:
             )
 
 
-def _check_tokens(param: str, tokens: Iterable[int], vocab_size: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ParameterError(param, f"{param} must hold token ids from 0 to {vocab_size - 1}, got {token}")
-
-
-async def _maybe_in_thread(length: int, encode: Callable[[], list[int]]) -> list[int]:
+async def _maybe_in_thread(length: int, encode: Callable[[], T]) -> T:
     return await asyncio.to_thread(encode) if length > LONG_TEXT else encode()
 
 

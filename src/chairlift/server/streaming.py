@@ -1,4 +1,4 @@
-"""An answer on its way to the client, whole or as server-sent events. A client that leaves ends its generation (D7)."""
+"""An answer on its way to the client, whole or as server-sent events. A client that leaves ends its generation."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class Answer(Response):
     Nothing is sent before the first news from the engine, so that a request which fails at once gets a true status.
     """
 
-    def __init__(self, generation: Generation, format: Format, *, stream: bool, include_usage: bool) -> None:
+    def __init__(self, generation: Generation, format: Format, *, stream: bool) -> None:
         super().__init__()
         self._generation = generation
         self._format = format
         self._stream = stream
-        self._include_usage = include_usage
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,10 +99,10 @@ class Answer(Response):
             yield event(errors.describe(error)[1])
             return
         if not self._gone:
-            usage = event(self._format.usage_chunk(self._generation.usage)) if self._include_usage else b""
+            usage = event(self._format.usage_chunk(self._generation.usage)) if self._format.include_usage else b""
             yield usage + b"data: [DONE]\n\n"
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event that holds one JSON object, encoded once (A4)."""
+    """A server-sent event that holds one JSON object, encoded once."""
     return b"data: " + _encode(content) + b"\n\n"

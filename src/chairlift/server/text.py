@@ -60,8 +60,8 @@ class Delta:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.offsets += later.offsets
-        self.finish_reason = later.finish_reason
-        self.stop_reason = later.stop_reason
+        if later.finish_reason is not None:  # what follows an end says nothing, and must not undo it
+            self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
 class Transcript:
