@@ -3,6 +3,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #ifdef __linux__
 #include <pthread.h>
@@ -56,13 +57,21 @@ ThreadPool::ThreadPool(int threads) : size_(threads) {
     const int usable = processors.empty() ? static_cast<int>(std::thread::hardware_concurrency())
                                           : static_cast<int>(processors.size());
     spins_ = threads <= usable;
-    for (int i = 1; i < threads; i++) {
-        workers_.emplace_back(&ThreadPool::worker, this, i);
-        if (threads == static_cast<int>(processors.size())) pin(workers_.back(), processors[i]);
+    try {
+        for (int i = 1; i < threads; i++) {
+            workers_.emplace_back(&ThreadPool::worker, this, i);
+            if (threads == static_cast<int>(processors.size())) pin(workers_.back(), processors[i]);
+        }
+    } catch (const std::system_error&) {  // those that run must end before this object goes
+        stop();
+        throw std::runtime_error("the system gives only " + std::to_string(workers_.size() + 1) + " of " +
+                                 std::to_string(threads) + " threads; lower --threads");
     }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     stopping_ = true;
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();

@@ -51,6 +51,7 @@ public:
     }
 
 private:
+    void stop();  // ends and joins the workers
     using Function = void (*)(void* context, int thread);
 
     void dispatch(Function function, void* context);

@@ -144,3 +144,23 @@ def test_unknown_settings_and_names() -> None:
         LLM("x", tensor_parallel_size=2)
     with pytest.raises(AttributeError, match="nothing"):
         _ = chairlift.nothing
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 1.5, [None], [1.5], {"x": 1}, b"bytes", [b"bytes"], {"a", "b"}, [[True]], [["a"]]]
+)
+def test_prompts_that_are_none(llm: LLM, prompts: object) -> None:
+    with pytest.raises(ParameterError):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("messages", [None, "hello", [[]], ["hello"], [{"role": "user", "content": "x"}, "y"], 5])
+def test_conversations_that_are_none(llm: LLM, messages: object) -> None:
+    with pytest.raises(ParameterError):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize("params", ["greedy", {}, [], [None], [GREEDY, GREEDY], 3])
+def test_params_that_are_none(llm: LLM, params: object) -> None:
+    with pytest.raises(ParameterError, match="sampling_params"):
+        llm.generate("x", params)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from chairlift.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 
-# Beyond any sense, and small enough that no size computed from them leaves the integers of the C++ core.
-_MOST = {
-    "max_model_len": 2**27,
-    "max_num_seqs": 2**16,
-    "max_num_batched_tokens": 2**24,
-    "block_size": 1024,
-    "threads": 1024,
+# The greatest are beyond any sense, and small enough that no size computed from them leaves the C++ core's integers.
+_RANGES = {
+    "max_model_len": (1, 2**27),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**24),
+    "block_size": (1, 1024),
+    "threads": (1, 1024),
+    "seed": (0, 2**64 - 1),
 }
 
 
@@ -49,9 +50,9 @@ class EngineConfig:
         "chunked: prompts are computed in pieces beside running requests. continuous: whole prompts first, then "
         "decodes. static: a batch boards together and leaves together (the baseline, for comparison only).",
     )
-    admission: Literal["optimistic", "reserve"] = option(
-        "optimistic",
-        "optimistic: board while blocks last, preempt if they run out. reserve: board only with room for the "
+    admission: Literal["optimistic", "reserve"] | None = option(
+        None,
+        "optimistic (default): board while blocks last, preempt if they run out. reserve: board only with room for the "
         "request's greatest length; never preempts, runs fewer at once.",
     )
     block_size: int = option(16, "Tokens per KV block. Smaller wastes less memory, larger costs less bookkeeping.")
@@ -74,10 +75,9 @@ class EngineConfig:
     debug: bool = option(False, "Check every invariant of the KV manager after each step. Slow.")
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise ConfigError(f"{_flag(name)} must be from 1 to {most}, got {value}")
+        _check_values(self)
+        if self.admission is not None and self.scheduler_policy == "static":
+            raise ConfigError("--admission has no effect with --scheduler-policy static, which always reserves")
         if self.gpu_memory_utilization is not None:
             if not 0.0 < self.gpu_memory_utilization <= 1.0:
                 raise ConfigError(
@@ -99,6 +99,27 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 picks a free one.")
     served_model_name: str | None = option(None, "Name of the model in the API. Default: the model's own name.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severity that is logged.")
+
+
+def _check_values(config: EngineConfig) -> None:
+    """Every field has the type it says, or is None where that is its default; whole numbers are in their range."""
+    for name, hint in get_type_hints(EngineConfig).items():
+        value = getattr(config, name)
+        choices = [
+            choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)
+        ]
+        if name in _RANGES:
+            least, most = _RANGES[name]
+            good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+            wanted = f"a whole number from {least} to {most}"
+        elif choices:
+            good, wanted = value in choices, " or ".join(choices)
+        else:
+            types = tuple(part for part in (get_args(hint) or (hint,)))
+            good = isinstance(value, (*types, int) if float in types else types)
+            wanted = f"of type {types[0].__name__}"
+        if not good and not (value is None and type(None) in get_args(hint)):
+            raise ConfigError(f"{_flag(name)} must be {wanted}, got {value!r:.80}")
 
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

@@ -143,8 +143,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, through the model's chat template. Else like `generate`."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
+        single = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Conversation]", [messages] if single else messages)
+        _check_conversations(conversations)
         token_ids = [self._tokenizer.encode_chat([dict(m) for m in conversation]) for conversation in conversations]
         return self._generate([None] * len(token_ids), token_ids, sampling_params, use_tqdm)
 
@@ -158,11 +159,14 @@ class LLM:
     # -- inside
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
-        return None, [*cast("Sequence[int]", prompt)]
+        given = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            return given, self._tokenizer.encode(given)
+        if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+            raise ParameterError(
+                "prompts", f"a prompt must be text, token ids or a mapping of either, got {prompt!r:.80}"
+            )
+        return None, list(given)
 
     def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
         return make_request(
@@ -181,13 +185,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = sampling_params or SamplingParams()
-        each = [params] * len(token_ids) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(token_ids):
-            raise ParameterError(
-                "sampling_params",
-                f"there are {len(token_ids)} prompts and {len(each)} sampling_params; give one or equal",
-            )
+        each = _for_each(sampling_params, len(token_ids))
         requests = [self._request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
         results = {
             request.id: RequestOutput(
@@ -264,8 +262,35 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    single = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ParameterError("prompts", f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}")
+    single = bool(prompts) and isinstance(prompts[0], int)
     return cast("list[Prompt]", [prompts] if single else list(prompts))
+
+
+def _check_conversations(conversations: object) -> None:
+    for conversation in conversations if isinstance(conversations, Sequence) else (conversations,):
+        messages = conversation if isinstance(conversation, Sequence) else ()
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise ParameterError(
+                "messages", f"a conversation must be a list of messages with role and content, got {conversation!r:.80}"
+            )
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` for each of ``count`` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params) if isinstance(params, Sequence) else [params]
+    if len(each) != count or not all(isinstance(one, SamplingParams) for one in each):
+        raise ParameterError(
+            "sampling_params",
+            f"sampling_params must be one SamplingParams, or a list with one for each of the {count} prompts, "
+            f"got {params!r:.80}",
+        )
+    return each
 
 
 def _empty(index: int, params: SamplingParams) -> CompletionOutput:

@@ -54,3 +54,23 @@ def test_chat_keeps_the_conversation(smollm2_path: Path) -> None:
         answer = llm.chat(messages, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
         messages.append({"role": "assistant", "content": answer})
     assert result.stdout == "".join(message["content"] + "\n" for message in messages if message["role"] == "assistant")
+
+
+def test_chat_forgets_its_oldest_turns_rather_than_end(smollm2_path: Path) -> None:
+    """A long conversation outgrows the context; it goes on, and only a question that is too long alone is refused."""
+    questions = ["Tell me of the sea. " * 6] * 4
+    result = run(
+        "chat", str(smollm2_path), "--max-model-len", "200", "--max-tokens", "20", stdin="\n".join(questions) + "\n"
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) >= 4
+    result = run("chat", str(smollm2_path), "--max-model-len", "200", stdin="sea " * 300 + "\n")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the prompt has ")
+
+
+def test_chat_needs_a_model_made_for_it(gemma3_path: Path) -> None:
+    result = run("chat", str(gemma3_path), stdin="hello\n")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ") and "chairlift generate" in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -103,5 +103,34 @@ def test_sizes_that_are_none(text: str) -> None:
 @pytest.mark.parametrize("value", [-1, 0, 2**31, 2**70])
 def test_sizes_out_of_range(name: str, value: int) -> None:
     """Refused with the range, before they reach integers of 32 bits."""
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be from 1 to "):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be a whole number from 1 to "):
         EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", -1),
+        ("seed", 2**64),
+        ("max_model_len", "long"),
+        ("max_num_seqs", 1.5),
+        ("max_num_seqs", None),
+        ("block_size", True),
+        ("kv_cache_memory", 16 << 20),
+        ("gpu_memory_utilization", "0.9"),
+        ("gpu_memory_utilization", float("nan")),
+        ("enable_prefix_caching", 1),
+        ("weights", "q2"),
+        ("scheduler_policy", None),
+        ("isa", 512),
+    ],
+)
+def test_settings_of_the_wrong_kind(name: str, value: object) -> None:
+    """From Python nothing but this checks them; an engine must not start with a setting that kills it later (A7)."""
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be "):
+        EngineConfig(**{name: value})
+
+
+def test_an_admission_gate_has_no_effect_on_static_batches() -> None:
+    with pytest.raises(ConfigError, match="--admission has no effect with --scheduler-policy static"):
+        EngineConfig(scheduler_policy="static", admission="reserve")

@@ -160,6 +160,20 @@ def test_bad_logits_end_a_request_with_an_error(make_rig: MakeRig, policy: str, 
     assert len(rig.tokens("good")) == 9
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_bad_logits_in_a_scored_prompt_end_the_request(make_rig: MakeRig, n: int) -> None:
+    """C4, C5: no stand-in for a log-probability is given out."""
+    rig = make_rig(budget=8)
+    rig.add("bad", 10, max_tokens=3, n=n, prompt_logprobs=0)
+    plan = rig.scheduler.schedule(0.0)
+    result = rig.executor.submit(plan)
+    scored = tuple(tuple(replace(entry, token_id=BAD_LOGITS) for entry in row) for row in result.prompt_logprobs)
+    outputs = rig.scheduler.commit(plan, replace(result, prompt_logprobs=scored), 0.0)
+    assert [(output.index, output.finish_reason) for output in outputs] == [(k, FinishReason.ERROR) for k in range(n)]
+    assert not any(output.prompt_logprobs for output in outputs)
+    rig.check_empty()
+
+
 # -- abort
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,6 +119,16 @@ def test_a_model_comes_from_the_hub_and_is_fetched_once(known: KnownModel, serve
     assert server.requests == [("/org/toy/resolve/main/toy.gguf", None)]
     assert models.resolve("toy") == path and len(server.requests) == 1
     assert [entry.name for entry in home.iterdir() if not entry.name.startswith(".")] == ["toy.gguf"]
+
+
+def test_pull_checks_what_is_there_and_fetches_a_damaged_file_again(known: KnownModel, server: type[Hub]) -> None:
+    path = models.pull("toy")
+    path.write_bytes(b"\xff" + DATA[1:])
+    assert models.resolve("toy").read_bytes() != DATA  # every start hashes no gigabytes: only its size is looked at
+    assert models.pull("toy").read_bytes() == DATA
+    assert len(server.requests) == 2
+    models.pull("toy")
+    assert len(server.requests) == 2
 
 
 def test_an_interrupted_download_goes_on(
@@ -283,17 +293,20 @@ class TestResolve:
     def test_what_is_nothing_is_refused_with_the_known_names(self, name: str) -> None:
         with pytest.raises(ModelError, match="nor a known model; known: smollm2-135m, gemma3-270m"):
             models.resolve(name)
-        with pytest.raises(ModelError, match="not a known model"):
+        with pytest.raises(ModelError, match=r"nor a hub name \(org/name\); known: smollm2-135m, gemma3-270m"):
             models.pull(name)
 
     @pytest.mark.timeout(60)  # it must not retry for minutes
     @pytest.mark.parametrize("name", ["org/model", "org/model:file.gguf"])
-    def test_a_hub_out_of_reach_is_said_soon(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("get", [models.resolve, models.pull])
+    def test_a_hub_out_of_reach_is_said_soon(
+        self, name: str, get: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         import huggingface_hub.constants
 
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", os.environ["HF_ENDPOINT"])
         with pytest.raises(ModelError, match="cannot be fetched from the hub"):
-            models.resolve(name)
+            get(name)
 
     def test_only_harmless_files_are_asked_for(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         import huggingface_hub

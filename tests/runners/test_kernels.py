@@ -5,6 +5,9 @@ Oracles: the ``gguf`` package for what a stored block means, float64 numpy for p
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import get_args
 
 import gguf
@@ -256,3 +259,20 @@ def test_unknown_names_are_refused() -> None:
             matmul(x, "q4_1", 3, data, "auto", threads=threads)
     with pytest.raises(ValueError):
         _native.matmul(np.ones((1, 64), np.float32), "q4_1", 3, 32, data, "auto", "auto", 1)
+
+
+def test_threads_that_the_system_does_not_give() -> None:
+    """An error that says how many there are, not the end of the process."""
+    script = """
+import resource, numpy as np
+from chairlift import _native
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+x = np.ones((1, 32), np.float32)
+try:
+    _native.matmul(x, "f32", 1, 32, x.view(np.uint8).reshape(-1), "auto", "auto", 1000)
+except RuntimeError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"the system gives only \d+ of 1000 threads; lower --threads\n", result.stdout)

@@ -12,7 +12,7 @@ import typer
 
 from chairlift.cli.options import ModelArgument
 from chairlift.config import DEFAULT_MODEL, EngineConfig
-from chairlift.errors import ConfigError
+from chairlift.errors import ChairliftError, ConfigError
 
 if TYPE_CHECKING:
     from chairlift.bench.compare import Comparison, Progress
@@ -75,14 +75,14 @@ def compare(
     console = Console()
     for part in parts(comparison):
         console.print(to_table(part))
-    if not comparison.identical:
-        console.print("WARNING: some requests got other tokens under another policy, which must not happen.")
     if json_path:
         json_path.write_text(json.dumps(to_json(comparison, setting)), encoding="utf-8")
         console.print(f"numbers: {json_path}", highlight=False)
     if report:
         report.write_text(to_html(comparison, setting), encoding="utf-8")
         console.print(f"report: {report}", highlight=False)
+    if not comparison.identical:
+        raise ChairliftError("some requests got other tokens under another policy, which must never happen")
 
 
 def _check_paths(json_path: Path | None, report: Path | None) -> None:

@@ -10,10 +10,13 @@ import typer
 from chairlift.cli.options import ModelArgument, config_options
 from chairlift.cli.sampling import SamplingOptions
 from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.errors import ConfigError
 
 if TYPE_CHECKING:
     from chairlift.core.request import SamplingParams
     from chairlift.llm import LLM
+
+Messages = list[dict[str, str]]
 
 
 @config_options
@@ -24,29 +27,52 @@ def chat(
     engine_config: EngineConfig,
     sampling: SamplingOptions,
 ) -> None:
-    """Talk to a model. Ctrl-C cuts an answer short; an empty line or Ctrl-D ends the conversation."""
+    """Talk to a model. Ctrl-C cuts an answer short; at the prompt it ends, as Ctrl-D and an empty line do.
+
+    When the conversation outgrows the context, its oldest turns are forgotten.
+    """
     from chairlift.cli.session import load
 
     params = sampling.params()
     llm = load(engine_config)
-    messages = [{"role": "system", "content": system}] if system else []
+    if not llm.get_tokenizer().has_chat_template:
+        raise ConfigError(
+            f"{model} has no chat template, so it is not made to chat; continue a text with chairlift generate"
+        )
+    instruction = [{"role": "system", "content": system}] if system else []
+    turns: Messages = []
     while question := _ask():
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+        turns.append({"role": "user", "content": question})
+        prompt = _fit(llm, instruction, turns)
+        turns.append({"role": "assistant", "content": _answer(llm, prompt, params)})
 
 
 def _ask() -> str:
+    """The next question; empty at the end."""
+    terminal = sys.stdin.isatty()
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return input("> " if terminal else "").strip()
     except (EOFError, KeyboardInterrupt):
+        if terminal:
+            print()
         return ""
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+def _fit(llm: LLM, instruction: Messages, turns: Messages) -> list[int]:
+    """The prompt's tokens, with a quarter of the context left to answer; drops the oldest turns until that is so."""
+    room = llm.engine.scheduler.capacity.max_model_len * 3 // 4
+    while True:
+        prompt = llm.get_tokenizer().encode_chat(instruction + turns)
+        if len(prompt) <= room or len(turns) == 1:  # one question that is too long is refused, with the limit
+            return prompt
+        del turns[:2]
+
+
+def _answer(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
     """Prints the answer as it comes; returns what there is of it when it ended or was cut short."""
     answer = ""
     try:
-        for piece in llm.stream(llm.get_tokenizer().encode_chat(messages), params):
+        for piece in llm.stream(prompt, params):
             print(piece, end="", flush=True)
             answer += piece
     except KeyboardInterrupt:

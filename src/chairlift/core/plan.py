@@ -87,7 +87,7 @@ class TokenLogprob:
 
 
 BAD_LOGITS = -1
-"""In place of a token: the logits held NaN or infinity, so the request must fail rather than stream filler."""
+"""In place of a token, drawn or scored: the logits held NaN or infinity; the request must fail, not stream filler."""
 
 
 @dataclass(frozen=True, slots=True)

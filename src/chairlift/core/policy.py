@@ -167,9 +167,10 @@ class Chunked:
         return 0
 
 
-def make_policy(name: str, *, admission: str = "optimistic") -> Policy:
-    """A policy by its name in the configuration."""
+def make_policy(name: str, *, admission: str | None = None) -> Policy:
+    """A policy by its name in the configuration; without ``admission``, optimistic where there is a choice."""
     gates = {"optimistic": Optimistic, "reserve": Reserve}
+    admission = admission or "optimistic"
     if admission not in gates:
         raise ConfigError(f"--admission must be one of {', '.join(gates)}, got {admission!r}")
     gate: Gate = gates[admission]()

@@ -254,5 +254,5 @@ def make_request(
 def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raises ParameterError, naming ``param``, unless all are ids of tokens."""
     for token in token_ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ParameterError(param, f"{param} must hold token ids from 0 to {vocab_size - 1}, got {_show(token)}")

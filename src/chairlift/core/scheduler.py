@@ -19,6 +19,8 @@ from chairlift.errors import ConfigError, RequestRefused
 
 Key = tuple[str, int]  # Request.key
 
+_BAD_LOGITS = "the model's logits are not finite numbers"
+
 
 class WaitingQueue:
     """First come, first served; a preempted request goes back to the front. Every operation takes constant time."""
@@ -265,6 +267,9 @@ class Scheduler:
             if item.discard or request is None:  # padding, or ended while the step ran
                 continue
             prompt_logprobs = self._new_prompt_logprobs(request, item, result, i)
+            if any(entry.token_id == BAD_LOGITS for entry in prompt_logprobs):
+                outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
+                continue
             self.kv.commit(request, len(item.token_ids))
             if item.num_samples:
                 outputs += self._sampled(request, result.tokens[i], result.logprobs[i], prompt_logprobs)
@@ -304,7 +309,7 @@ class Scheduler:
                 outputs += self._end(sequence, FinishReason.ABORT)
                 continue
             if token == BAD_LOGITS:
-                outputs += self._end(sequence, FinishReason.ERROR, "the model's logits are not finite numbers")
+                outputs += self._end(sequence, FinishReason.ERROR, _BAD_LOGITS)
                 continue
             sequence.token_ids.append(token)
             news = Output(

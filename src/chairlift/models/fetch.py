@@ -41,15 +41,22 @@ class _Unavailable(Exception):
     """This source cannot give the file; the next one may."""
 
 
-def fetch(known: KnownModel, progress: Progress | None = None) -> Path:
-    """The model's file in the cache, fetched if it is not there yet."""
+def fetch(known: KnownModel, progress: Progress | None = None, *, check: bool = False) -> Path:
+    """The model's file in the cache, fetched if it is not there yet.
+
+    Args:
+        check: compare the hash of a file that is there, too, not only its size; fetch it again if it is damaged.
+    """
     folder = cache_dir() / "models"
     target = folder / known.file
-    if _is_there(target, known):
+    if _is_there(target, known) and not check:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{known.file}.lock"):
+            if check and _is_there(target, known) and _sha256(target) != known.sha256:
+                _log.warning("%s is damaged (its SHA-256 is not the expected one); fetching it again", target)
+                target.unlink()
             if not _is_there(target, known):  # another process may have fetched it meanwhile
                 _log.warning("fetching %s (%s): %s", known.name, known.licence, known.notice)
                 _fetch(known, target, progress or (lambda name, done, total: None))
@@ -87,9 +94,13 @@ def _fetch(known: KnownModel, target: Path, progress: Progress) -> None:
     raise ModelError(f"{known.name} cannot be fetched; {'; '.join(failures)}")
 
 
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _verify(known: KnownModel, part: Path) -> None:
-    with open(part, "rb") as file:
-        got = hashlib.file_digest(file, "sha256").hexdigest()
+    got = _sha256(part)
     if got != known.sha256:
         part.unlink()
         raise _Unavailable(f"the file is not the expected one: its SHA-256 is {got}, expected {known.sha256}")

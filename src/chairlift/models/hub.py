@@ -78,12 +78,19 @@ KNOWN: dict[str, KnownModel] = {known.name: known for known in (_SMOLLM2, _GEMMA
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetches a known model into the cache, unless it is there, and returns its file. See `chairlift.models.fetch`."""
-    if name not in KNOWN:
-        raise ModelError(f"{name!r} is not a known model; known: {', '.join(KNOWN)}")
-    from chairlift.models.fetch import fetch
+    """Fetches a model into the cache, and returns its file or folder.
 
-    return fetch(KNOWN[name], progress)
+    Args:
+        name: a known name, or a hub name as in `resolve`. A known model that is there already is checked by its hash,
+            and fetched again if it is damaged.
+    """
+    if name in KNOWN:
+        from chairlift.models.fetch import fetch
+
+        return fetch(KNOWN[name], progress, check=True)
+    if _is_hub_name(name):
+        return _from_hub(name, progress)
+    raise ModelError(f"{name!r} is neither a known model nor a hub name (org/name); known: {', '.join(KNOWN)}")
 
 
 def resolve(model: str, progress: Progress | None = None) -> Path:
@@ -99,12 +106,18 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
             raise ModelError(f"{model}: give the folder that holds this file, or a GGUF file")
         return path
     if model in KNOWN:
-        return pull(model, progress)
-    if _HUB_NAME.fullmatch(model) and ".." not in model and not model.startswith((".", "~")):
+        from chairlift.models.fetch import fetch
+
+        return fetch(KNOWN[model], progress)
+    if _is_hub_name(model):
         return _from_hub(model, progress)
     raise ModelError(
         f"{model!r} is neither a file, a folder, a hub name (org/name) nor a known model; known: {', '.join(KNOWN)}"
     )
+
+
+def _is_hub_name(model: str) -> bool:
+    return bool(_HUB_NAME.fullmatch(model)) and ".." not in model and not model.startswith((".", "~"))
 
 
 def _from_hub(model: str, progress: Progress | None) -> Path:

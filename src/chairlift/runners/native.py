@@ -135,6 +135,8 @@ def _load(checkpoint: Checkpoint, threads: int, isa: str, weights: str) -> _nati
         model.finalize()
     except ValueError as error:
         raise ModelError(f"{checkpoint.name}: {error}") from error
+    except RuntimeError as error:  # threads that the system does not give
+        raise ConfigError(str(error)) from error
     return model
 
 
