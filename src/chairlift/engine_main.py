@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -118,14 +121,18 @@ Build = Callable[..., Engine]
 def main(build: Build = build_engine) -> int:
     """The process. Returns its exit code: 0 when told to stop, 1 when it cannot start or go on."""
     faulthandler.enable()
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=ipc.Launch)
-    _live_and_die_with(launch.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ignored too: a service manager sends it to all processes of a service, and the parent drains its requests before
+    # it stops the engine.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if not line:  # the parent was gone before it said anything
+        return 1
+    launch = msgspec.json.decode(line, type=ipc.Launch)
     log.setup(launch.log_level, "engine")
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.linger = 2000  # ms, so that the last words are heard
-    socket.connect(launch.endpoint)
+    socket = _connect(context, launch)
+    _die_with(launch.parent_pid)
     try:
         _run(launch, socket, build)
         return 0
@@ -164,15 +171,30 @@ def _details(engine: Engine) -> dict[str, str | int | float]:
     }
 
 
-def _live_and_die_with(parent_pid: int) -> None:
-    """Leaves signals to the parent, and makes sure that this process does not outlive it.
+def _connect(context: zmq.Context[zmq.Socket[bytes]], launch: ipc.Launch) -> zmq.Socket[bytes]:
+    """The socket to the parent. Once it is connected, or the parent gone, nobody needs its name, and the folder of it
+    is removed here: the parent may be killed, and this process with it, before it gets to that."""
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.linger = 2000  # ms, so that the last words are heard
+    monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED)
+    socket.connect(launch.endpoint)
+    while not monitor.poll(50) and not select.select([sys.stdin], [], [], 0)[0]:  # at its end: the parent is gone
+        pass
+    socket.disable_monitor()
+    name = Path(launch.endpoint.removeprefix("ipc://"))
+    with suppress(OSError):
+        name.unlink(missing_ok=True)
+        name.parent.rmdir()
+    return socket
+
+
+def _die_with(parent_pid: int) -> None:
+    """Makes sure that this process does not outlive its parent.
 
     Linux kills the process with its parent (PR_SET_PDEATHSIG); elsewhere, and in the moment before that is set, the
-    end of the pipe from the parent does it. SIGTERM is ignored too: a service manager sends it to all processes of a
-    service, and the parent drains its requests before it stops the engine.
+    end of the pipe from the parent does it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

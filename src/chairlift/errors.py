@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class ChairliftError(Exception):
     """Base class. ``str(error)`` is one clear line, fit to be shown to a user."""
@@ -27,6 +29,10 @@ class ParameterError(ChairliftError):
         self.param = param
 
 
+class ContextTooLong(ParameterError):
+    """Prompt and asked output do not fit the context."""
+
+
 class RequestRefused(ChairliftError):
     """A request that can never run in this configuration (too long, too many samples)."""
 
@@ -37,3 +43,27 @@ class GenerationFailed(ChairliftError):
 
 class EngineDead(ChairliftError):
     """The engine process has ended, so the request cannot be answered."""
+
+
+class NotReady(ChairliftError):
+    """The server is starting; the message names the phase."""
+
+
+class ModelNotFound(ChairliftError):
+    """The request names a model that is not served here."""
+
+
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+def show(value: object) -> str:
+    """A value in a message: short, and soon written, whatever a client may send."""
+    try:
+        text = _shortener.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxlong = _shortener.maxother = MAX_SHOWN

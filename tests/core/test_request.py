@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.request import MAX_LOGIT_BIAS, SamplingParams
+from chairlift.core.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from chairlift.errors import ParameterError
 
 NAN, INF = math.nan, math.inf
@@ -24,7 +24,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "min_p": (-0.1, 1.1, NAN, *REAL),
     "seed": (-1, 2**64, "1", True, 1.0),
     "stop": (5, ("",), "", (1,), (None,), [["a"]], tuple("abcdefghijklmnopq")),
-    "stop_token_ids": (5, (-1,), (2**31,), ("1",), (1.5,), (True,), "12"),
+    "stop_token_ids": (5, tuple(range(MAX_STOP_TOKEN_IDS + 1)), (-1,), (2**31,), ("1",), (1.5,), (True,), "12"),
     "logprobs": (-1, 21, "1", True, 1.0),
     "prompt_logprobs": (-1, 21, "1", True, 1.0),
     "repetition_penalty": (0.0, -1.0, 101.0, NAN, *REAL),
@@ -57,7 +57,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "min_p": (0, 0.5, 1.0),
     "seed": (None, 0, 2**64 - 1),
     "stop": ((), None, "a", ["a", "b"], tuple("abcdefghijklmnop")),
-    "stop_token_ids": ((), None, [0, 5]),
+    "stop_token_ids": ((), None, [0, 5], list(range(MAX_STOP_TOKEN_IDS))),
     "logprobs": (None, 0, 20),
     "prompt_logprobs": (None, 0, 20),
     "repetition_penalty": (0.01, 1, 100.0),
@@ -89,10 +89,18 @@ def test_every_parameter_is_tested() -> None:
 
 
 def test_a_huge_value_gives_a_short_message() -> None:
-    for params in ({"n": 10**5000}, {"stop": "a" * 17, "seed": "x" * 10**6}):
+    huge = ({"n": 10**5000}, {"n": [10**5000]}, {"seed": "x" * 10**6}, {"top_p": {"a": [[[0] * 10**6] * 9]}})
+    for params in (*huge, {"logit_bias": {10**4000: 1}}, {"stop_token_ids": [10**4000]}):
         with pytest.raises(ParameterError) as caught:
             SamplingParams(**params)
-        assert len(str(caught.value)) < 300
+        assert len(str(caught.value)) < 200
+
+
+def test_too_many_are_counted_not_looked_at() -> None:
+    """The number is wrong before any of the elements is."""
+    for name, value in (("stop_token_ids", [-1] * 10**6), ("stop", [""] * 10**6)):
+        with pytest.raises(ParameterError, match=f"{name} holds 1000000 .* at most"):
+            SamplingParams(**{name: value})
 
 
 def test_containers_are_copied() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,45 @@ def test_broken_scores_and_endless_pieces_are_refused(make_gguf: Make, sentencep
     fields["tokenizer.ggml.tokens"] = [*fields["tokenizer.ggml.tokens"][:-1], "a" * 100_000]
     with pytest.raises(ModelError, match="a token is 100000 characters long"):
         load_tokenizer(str(make_gguf(fields=fields)))
+
+
+def test_the_longest_token(smollm2: Tokenizer, gemma3: Tokenizer) -> None:
+    for tokenizer in (smollm2, gemma3):
+        assert tokenizer.longest_token == max(map(len, map(tokenizer.token_bytes, range(tokenizer.vocab_size))))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2: Tokenizer) -> None:
+    """S6: a server's event loop is one of them. The text takes about half a second; a pause, a thousandth."""
+    began = threading.Event()
+    text = "The quick brown fox, 12 of them. " * 20_000
+
+    def encode() -> None:
+        began.set()
+        smollm2.encode(text)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began.wait()
+    pauses = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        pauses += 1
+    assert pauses > 10
+
+
+def test_special_tokens_are_added_and_recognised_as_by_the_library(gemma3: Tokenizer, smollm2: Tokenizer) -> None:
+    texts = [
+        "",
+        "Hi",
+        "<bos>Hi<eos>",
+        "<|im_start|>user\nHi<|im_end|>\n",
+        "a<start_of_turn>b<unused3>",
+        "  \n\n\t x é 🚠",
+    ]
+    for tokenizer in (gemma3, smollm2):
+        for text in texts:
+            for add in (True, False):
+                assert tokenizer.encode(text, add) == tokenizer._encoder.encode(text, add_special_tokens=add).ids
 
 
 def test_a_lone_surrogate_is_refused(smollm2: Tokenizer) -> None:

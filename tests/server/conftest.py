@@ -22,6 +22,12 @@ import pytest
 TOY = Path(__file__).with_name("toy.py")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _sigint_is_not_ignored():
+    """A shell that runs the tests in the background has it ignored, and every child would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Server:
     """A running server. It has its own process group, as if started from a terminal, and its own folder for
     temporary files."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
 from chairlift.core.plan import Output, StepStats
-from chairlift.core.request import Request, SamplingParams
+from chairlift.core.request import FinishReason, Request, SamplingParams
+from chairlift.errors import EngineDead
 from chairlift.server import ipc
 from chairlift.server.client import EngineClient
 from chairlift.server.metrics import Metrics
@@ -146,6 +147,51 @@ def test_a_stop_string_ends_its_sample_in_the_engine(toy):
         assert list(await anext(deltas)) == [1]
         job.close()
         assert engine.sent[2:] == [ipc.Abort(0, "r")]
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_string_and_a_later_token_in_one_piece(toy):
+    """C7: a reader slower than the steps still gets the finish_reason, though the engine went on for a step."""
+
+    async def scenario():
+        client = EngineClient(FakeEngine())
+        deltas = generation(toy, client, stop=("a",)).deltas()
+        for byte in b"ab":
+            client._receive(ipc.Outputs(0, [Output("r", new_token_ids=(byte,))], StepStats()))
+        gained = [news async for news in deltas]
+        assert [(news[0].finish_reason, news[0].stop_reason) for news in gained] == [(FinishReason.STOP, "a")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_whose_engine_dies_is_counted_as_an_error(toy, begun):
+    """O3: not as a client that left; the client is told by the last event, or by the status if nothing was sent."""
+
+    async def scenario():
+        client = EngineClient(FakeEngine())
+        job = generation(toy, client)
+        sent = []
+
+        async def receive():
+            await asyncio.sleep(100)
+
+        async def send(message):
+            sent.append(message)
+
+        task = asyncio.create_task(answer(toy, job)({"type": "http"}, receive, send))
+        await asyncio.sleep(0)
+        if begun:
+            client._receive(ipc.Outputs(0, [Output("r", new_token_ids=(97,))], StepStats()))
+            await asyncio.sleep(0.01)
+        client._exited(-9)
+        with nullcontext() if begun else pytest.raises(EngineDead):
+            await asyncio.wait_for(task, 10)
+        assert [b"signal 9" in message.get("body", b"") for message in sent] == begun * [False, False, True, False]
+        value = job._metrics.registry.get_sample_value
+        ended = {r: value("chairlift_requests_finished_total", {"reason": r}) for r in ("abort", "error")}
+        assert ended == {"abort": 0, "error": 1}
 
     asyncio.run(scenario())
 

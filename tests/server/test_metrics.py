@@ -53,6 +53,14 @@ def test_totals_of_the_engine_are_added_up_over_restarts():
     assert value("chairlift_step_seconds_count") == 1, "an abort between steps is no step"
 
 
+def test_an_engine_that_is_gone_holds_nothing():
+    metrics = Metrics()
+    metrics.step(StepStats(step_id=0, num_running=2, num_waiting=1, num_preempted=1, num_blocks=10, free_blocks=4))
+    metrics.engine_gone()
+    gauges = [name for name, kind in NAMES.items() if kind == "gauge"]
+    assert {name: metrics.registry.get_sample_value(f"chairlift_{name}") for name in gauges} == dict.fromkeys(gauges, 0)
+
+
 def test_requests_are_counted(server):
     """O3: what was received has ended, by some reason, or is open."""
     before = {name: server.metric(name) for name in ("requests_received_total", "generation_tokens_total")}
@@ -74,6 +82,14 @@ def test_liveness_and_readiness_are_separate(server):
     """D8"""
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready"}
+
+
+def test_probes_may_ask_for_the_head_alone(server):
+    for path in ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/toy"):
+        answer = server.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"] == server.http.get(path).headers["content-type"]
+    assert server.http.head("/v1/completions").status_code == 405
 
 
 def test_not_ready_names_the_phase(toy):

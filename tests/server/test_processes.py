@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -63,6 +67,17 @@ def test_ctrl_c_with_open_streams_ends_them_with_an_error(start, until):
     assert server.leftovers() == []
 
 
+def test_ctrl_c_with_a_request_in_flight_answers_it_and_logs_no_traceback(start, until):
+    server = start(model="toy-slow")
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(server.post, "/v1/completions", prompt="x", max_tokens=200)
+        until(lambda: server.metric("requests_running") == 1)
+        server.signal_group(signal.SIGINT)
+        assert "shutting down" in answer.result().json()["error"]["message"]
+    assert server.wait() == 0
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
 def test_sigterm_finishes_what_runs(start, until):
     """D5: new work is refused, the running request comes to its end, and the exit code is 0. A service manager sends
     the signal to both processes."""
@@ -97,6 +112,38 @@ def test_the_engine_dies_with_its_parent(start, until):
     server.process.kill()
     until(lambda: gone(engine))
     assert server.leftovers() == []
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(100)"])
+def test_the_engine_removes_the_socket_itself(toy, tmp_path, until, end):
+    """The parent is killed before the engine has connected, or is not yet reading what it says."""
+    program = (
+        "import os, signal, sys, time\n"
+        "from chairlift.config import EngineConfig\n"
+        "from chairlift.server.supervisor import EngineProcess\n"
+        f"engine = EngineProcess(EngineConfig(model='toy'), command=[sys.executable, {toy.__file__!r}, 'engine'])\n"
+        f"open({str(tmp_path / 'launched')!r}, 'w').close()\n" + end
+    )
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(folder)})
+    try:
+        until(lambda: (tmp_path / "launched").exists())
+        until(lambda: not list(folder.iterdir()))
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_the_listener_sends_at_once():
+    """Else each answer on a kept-alive connection waits for the client's delayed ACK."""
+    from chairlift.config import ServerConfig
+    from chairlift.server import main
+
+    with main._listen(ServerConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_engine_killed_under_load(start, until):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
+import threading
 from contextlib import suppress
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chairlift.config import EngineConfig
+from chairlift.core.plan import Capacity
 from chairlift.errors import ParameterError
-from chairlift.server import app, schemas
+from chairlift.server import app, ipc, schemas
+from chairlift.server.app import create_app
+from chairlift.server.client import EngineClient
+from chairlift.server.metrics import Metrics
+from chairlift.server.service import Service
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT = {"prompt": "hi", "max_tokens": 2}
@@ -26,6 +36,14 @@ def refused(response: httpx.Response, status: int = 400) -> dict:
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     return error
+
+
+@pytest.fixture
+def service():
+    """A service with a context of 100,000 tokens that is ready but for the tokenizer."""
+    client = EngineClient(None)
+    client._receive(ipc.Ready(0, Capacity(10**4, 16, 10**5), {}))
+    return Service(client, EngineConfig(), ["toy"], Metrics())
 
 
 OUT_OF_RANGE = [
@@ -81,7 +99,7 @@ def test_out_of_range(server, path, body, param, value, allowed):
         ("/v1/completions", {"prompt": [[-1]]}, "prompt", "0 to 257"),
         ("/v1/completions", {"prompt": [10**30]}, "prompt", "0 to 257"),
         ("/v1/completions", TEXT | {"logprobs": 21}, "logprobs", "0 to 20"),
-        ("/v1/completions", TEXT | {"logprobs": True}, "logprobs", "integer"),
+        ("/v1/completions", TEXT | {"logprobs": True}, "logprobs", "a whole number from 0 to 20"),
         ("/v1/completions", TEXT | {"best_of": 2}, "best_of", "not supported"),
         ("/v1/completions", TEXT | {"echo": True}, "echo", "not supported"),
         ("/v1/completions", TEXT | {"suffix": "x"}, "suffix", "not supported"),
@@ -91,7 +109,7 @@ def test_out_of_range(server, path, body, param, value, allowed):
         ("/v1/completions", TEXT | {"stream": True, "stream_options": {"a": 1}}, "stream_options.a", "not a parameter"),
         ("/v1/completions", TEXT | {"temprature": 1}, "temprature", "not a parameter"),
         ("/v1/chat/completions", {}, "messages", "required"),
-        ("/v1/chat/completions", {"messages": []}, "messages", "at least 1"),
+        ("/v1/chat/completions", {"messages": []}, "messages", "1 to 4096"),
         ("/v1/chat/completions", {"messages": "hi"}, "messages", "list"),
         ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "user"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
@@ -211,6 +229,40 @@ def test_unknown_model(server):
     assert "'toy'" in error["message"]
 
 
+NUMERIC = {
+    "n": "from 1 to",
+    "max_tokens": "from 1 to",
+    "min_tokens": "from 0 to",
+    "temperature": "from 0 to 2",
+    "top_p": "above 0 and at most 1",
+    "top_k": "from -1 to",
+    "min_p": "from 0 to 1",
+    "seed": "from 0 to 18446744073709551615",
+    "presence_penalty": "from -2 to 2",
+    "frequency_penalty": "from -2 to 2",
+    "repetition_penalty": "above 0 and at most 100",
+    "stop_token_ids": "from 0 to 2147483647",
+    "logit_bias": "from -100 to 100",
+}
+CHAT_NUMERIC = {"max_completion_tokens": "from 1 to", "top_logprobs": "from 0 to 20"}
+JSON_HEADERS = {"content-type": "application/json"}
+NO_NUMBERS = ("NaN", "-Infinity", "1e999", '"1"', "true", "[1.5]", '{"1": NaN}', "9" * 5000, "-" + "9" * 4000)
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, '["x"]'], ids=lambda value: value[:12])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_is_no_number_is_told_the_range(server, path, value):
+    """A7: the type is wrong, and the message names the parameter, what is allowed, and a short form of the value."""
+    base, own = (TEXT, {"logprobs": "from 0 to 20"}) if path == "/v1/completions" else (CHAT, CHAT_NUMERIC)
+    for param, allowed in (NUMERIC | own).items():
+        body = {name: other for name, other in base.items() if name != "max_tokens"}
+        text = json.dumps(body)[:-1] + f', "{param}": {value}}}'
+        error = refused(server.http.post(path, content=text, headers=JSON_HEADERS))
+        assert error["param"] == param
+        assert error["message"].count(param) and allowed in error["message"]
+        assert len(error["message"]) < 250
+
+
 def test_unknown_paths_and_methods(server):
     refused(server.http.get("/v1/nothing"), 404)
     refused(server.http.get("/v1/completions"), 405)
@@ -221,6 +273,97 @@ def test_unknown_paths_and_methods(server):
 )
 def test_malformed_bodies(server, body):
     refused(server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        (b'{"prompt": "\xff"}', None, "not valid UTF-8: invalid start byte at byte 12"),
+        (b'{"prompt": "x"', None, "not valid JSON: expecting ',' delimiter at line 1, column 15"),
+        (b'{"prompt": ' + b"[" * 10**6, None, "nested too deeply"),
+        (b'{"prompt": [' + b"9" * 5000 + b"]}", "prompt", "from 0 to 257, got 999"),
+        (b'{"prompt": NaN}', "prompt", "list of token ids, or a list of such lists, got nan"),
+        (b'{"prompt": "x", "best_of": ' + b"9" * 5000 + b"}", "best_of", "n (1) is not supported, got 999"),
+        (b'{"prompt": "x", "stream": "' + b"y" * 10**5 + b'"}', "stream", "valid boolean, got 'yyy"),
+        (b'{"prompt": "x", "model": "' + b"y" * 10**5 + b'"}', "model", "'yyy"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_wrong_with_a_body_is_told(server, body, param, words):
+    response = server.http.post("/v1/completions", content=body, headers=JSON_HEADERS)
+    error = refused(response, response.status_code)
+    assert response.status_code == (404 if param == "model" else 400)
+    assert error["param"] == param and words in error["message"]
+    assert len(error["message"]) < 300
+
+
+def test_too_much_is_refused_before_it_is_looked_at(server):
+    """S6: a list's length is checked first. Each element here is wrong, and none is named."""
+    part, user = {"type": "none"}, {"role": "user"}
+    many = dict.fromkeys(map(str, range(1000)), 1)
+    for path, body, param, words in (
+        ("/v1/completions", TEXT | {"stop_token_ids": ["x"] * 1025}, "stop_token_ids", "1025 tokens; at most 1024"),
+        ("/v1/completions", TEXT | {"stop": [1] * 17}, "stop", "17 strings; at most 16"),
+        ("/v1/completions", TEXT | {"logit_bias": dict.fromkeys(map(hex, range(1025)), "x")}, "logit_bias", "1024"),
+        ("/v1/completions", {"prompt": [[]] * 257}, "prompt", "1 to 256 prompts, got 257"),
+        ("/v1/completions", {"prompt": [1, "x"] * 2**19 + [1]}, "prompt", "1048577 tokens; at most 1048576"),
+        ("/v1/completions", {"prompt": [["x"] * 2**20, ["x"]]}, "prompt", "1048577 tokens; at most 1048576"),
+        ("/v1/chat/completions", {"messages": [1] * 4097}, "messages", "1 to 4096 messages, got 4097"),
+        ("/v1/chat/completions", {"messages": [user | {"content": [part] * 2049}] * 2}, "messages", "4098 parts"),
+        ("/v1/completions", TEXT | many, None, "1002 parameters; at most 128"),
+        ("/v1/chat/completions", {"messages": [many]}, "messages[0]", "1000 parameters; at most 128"),
+    ):
+        error = refused(server.post(path, **body))
+        assert error["param"] == param and words in error["message"]
+
+
+def test_a_text_that_can_never_fit_is_not_tokenised(service, toy):
+    """S6: its length alone tells, so that nobody waits for it."""
+
+    class Never(toy.ToyTokenizer):
+        longest_token = 100
+
+        def encode(self, text, add_special_tokens=True):
+            raise AssertionError("it is tokenised")
+
+    service.tokenizer = Never()
+    http = TestClient(create_app(service))
+    text = "é" * 7_500_000
+    for path, body, param in (
+        ("completions", {"prompt": text}, "prompt"),
+        ("completions", {"prompt": ["short", text]}, "prompt"),
+        ("chat/completions", {"messages": [{"role": "user", "content": text[: len(text) // 2]}] * 2}, "messages"),
+    ):
+        error = refused(http.post(f"/v1/{path}", json=body))
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "at least 150000 tokens" in error["message"]
+        assert "100000 tokens with at least one of output" in error["message"]
+        assert "--max-model-len" in error["message"]
+
+
+def test_health_answers_while_a_long_text_is_tokenised(service, toy):
+    """S6: the tokenizer goes on only when /health has answered."""
+
+    class Slow(toy.ToyTokenizer):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def encode(self, text, add_special_tokens=True):
+            self.begun.set()
+            assert self.go_on.wait(30)
+            raise ParameterError("prompt", "that was slow")
+
+    service.tokenizer = slow = Slow()
+
+    async def scenario():
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
+            post = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x" * 5000}))
+            assert await asyncio.to_thread(slow.begun.wait, 30)
+            assert (await http.get("/health")).status_code == 200
+            slow.go_on.set()
+            assert refused(await post)["message"] == "that was slow"
+
+    asyncio.run(scenario())
 
 
 def test_lone_surrogates(server):

@@ -125,6 +125,13 @@ def test_nothing_changes_after_the_end(toy):
     assert transcript.feed(Output("r", new_token_ids=tuple(b"more"))) == Delta()
 
 
+def test_an_end_is_not_undone():
+    """What a reader finds in one go may hold a later step's news of a sample that has ended."""
+    whole = Delta(finish_reason=FinishReason.STOP, stop_reason="x")
+    whole.extend(Delta())
+    assert (whole.finish_reason, whole.stop_reason) == (FinishReason.STOP, "x")
+
+
 def test_half_a_character_at_the_end_is_marked(toy):
     transcript = Transcript(toy.ToyStream(True), SamplingParams(), frozenset())
     delta = transcript.feed(Output("r", new_token_ids=tuple("é".encode()[:1]), finish_reason=FinishReason.LENGTH))

@@ -130,6 +130,7 @@ class ToyTokenizer:
     eos_token_ids = frozenset({EOS})
     vocab_size = VOCAB
     has_chat_template = True
+    longest_token = 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

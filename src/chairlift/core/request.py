@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.errors import ParameterError
+from chairlift.errors import ParameterError, show
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP = 16
+MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**64 - 1
 
 
@@ -44,7 +45,7 @@ class SamplingParams:
             min_p times as likely as the best; applied in the order top_k, top_p, min_p, after the temperature.
         seed: 0 to 2**64 - 1. Sampling noise depends on (seed, sample index, position) alone. None: drawn at random.
         stop: strings that end the text, at most 16; not part of it unless include_stop_str_in_output.
-        stop_token_ids: token ids that end it, besides the model's own end tokens.
+        stop_token_ids: token ids that end it, at most 1024, besides the model's own end tokens.
         ignore_eos: do not stop at the model's end tokens.
         logprobs: return the log-probability of each sampled token and of this many best ones, 0 to 20. They are those
             of the model itself, before penalties, bias and temperature.
@@ -79,10 +80,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # vLLM and OpenAI accept a single string
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", _items("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _items("stop", self.stop, "strings"))
+        object.__setattr__(
+            self,
+            "stop_token_ids",
+            _items("stop_token_ids", self.stop_token_ids, f"whole numbers from 0 to {2**31 - 1}"),
+        )
         if not isinstance(self.logit_bias, Mapping | None):
-            shown = _show(self.logit_bias)
+            shown = show(self.logit_bias)
             raise ParameterError("logit_bias", f"logit_bias must map token ids to numbers, got {shown}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         _whole("n", self.n, 1, MAX_N)
@@ -105,24 +110,21 @@ class SamplingParams:
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _whole(name, count, 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP:
-            raise ParameterError("stop", f"stop holds {len(self.stop)} strings; at most {MAX_STOP} are allowed")
+        check_count("stop", len(self.stop), MAX_STOP, "strings")
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
-                raise ParameterError("stop", f"stop must hold non-empty strings, got {_show(stop)}")
+                raise ParameterError("stop", f"stop must hold non-empty strings, got {show(stop)}")
+        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "tokens")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ParameterError(
-                "logit_bias", f"logit_bias holds {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are allowed"
-            )
+        check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS, "tokens")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, 2**31 - 1)
             _real("logit_bias", bias, -100.0, 100.0)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             flag = getattr(self, name)
             if not isinstance(flag, bool):
-                raise ParameterError(name, f"{name} must be true or false, got {_show(flag)}")
+                raise ParameterError(name, f"{name} must be true or false, got {show(flag)}")
 
     @property
     def uses_history(self) -> bool:
@@ -132,29 +134,26 @@ class SamplingParams:
 
 def _whole(param: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ParameterError(param, f"{param} must be a whole number from {low} to {high}, got {_show(value)}")
+        raise ParameterError(param, f"{param} must be a whole number from {low} to {high}, got {show(value)}")
 
 
 def _real(param: str, value: object, low: float, high: float, above: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not (low < value if above else low <= value) or not value <= high:  # type: ignore[operator]
         span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise ParameterError(param, f"{param} must be a number {span}, got {_show(value)}")
+        raise ParameterError(param, f"{param} must be a number {span}, got {show(value)}")
 
 
-def _items(param: str, value: object) -> tuple[Any, ...]:
+def check_count(param: str, count: int, most: int, things: str) -> None:
+    """Raises ParameterError if a parameter holds too much; checked before anything looks at what it holds."""
+    if count > most:
+        raise ParameterError(param, f"{param} holds {count} {things}; at most {most} are allowed")
+
+
+def _items(param: str, value: object, things: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple | set | frozenset | None):
-        raise ParameterError(param, f"{param} must be a list, got {_show(value)}")
+        raise ParameterError(param, f"{param} must be a list of {things}, got {show(value)}")
     return tuple(value or ())
-
-
-def _show(value: object) -> str:
-    """A value in a message: short, whatever a client may send."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -255,4 +254,4 @@ def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> No
     """Raises ParameterError, naming ``param``, unless all are ids of tokens."""
     for token in token_ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise ParameterError(param, f"{param} must hold token ids from 0 to {vocab_size - 1}, got {_show(token)}")
+            raise ParameterError(param, f"{param} must hold token ids from 0 to {vocab_size - 1}, got {show(token)}")

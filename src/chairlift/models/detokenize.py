@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Literal
 
 BYTE_LEVEL_ERRORS = "replace"  # one U+FFFD for each unfinished or impossible sequence, as the tokenizers library does
@@ -71,6 +72,11 @@ class Vocabulary:
             if piece is not None:  # unknown ids are not remembered: there is no end of them
                 self._bytes[token] = known
         return known
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token, at least 1."""
+        return max((len(self._convert(piece)) for piece in self.pieces if piece), default=1)
 
     def _convert(self, piece: str) -> bytes:
         if self.style == "byte_level":

@@ -60,7 +60,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ParameterError("prompt", f"the text holds a lone surrogate at position {error.start}") from None
         with foreign_errors("the tokenizer fails on this text"):
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch call, unlike `encode`, lets other threads run meanwhile; and it computes no offsets.
+            ids: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -78,6 +79,13 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text; bytes that are only part of a character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of so many bytes or less may be a single token, and a longer one is at
+        least its length over this. (Of a text that the tokenizer shortens first, as by composing characters, this
+        holds for what is left.)"""
+        return self._vocabulary.longest
 
     def token_id(self, piece: str) -> int | None:
         """The id of a token by its spelling in the vocabulary, e.g. "<|im_end|>"."""

@@ -8,6 +8,7 @@
 | client     | requests to the engine, and what comes back for each                 |
 | service    | tokenising, limits, and the life of one generation                   |
 | text       | from tokens to text: incremental decoding and stop strings           |
+| bodies     | JSON bodies: parsed, or told what is wrong                           |
 | schemas    | what clients may send                                                |
 | responses  | what they get                                                        |
 | streaming  | how they get it: whole or as events; disconnects                     |

@@ -10,9 +10,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from chairlift import log
-from chairlift.errors import ChairliftError, EngineDead, ParameterError, RequestRefused
+from chairlift.errors import (
+    ChairliftError,
+    ContextTooLong,
+    EngineDead,
+    ModelNotFound,
+    NotReady,
+    ParameterError,
+    RequestRefused,
+    show,
+)
 from chairlift.server.metrics import Metrics
-from chairlift.server.service import ContextTooLong, ModelNotFound, NotReady
 
 _log = log.get("server")
 
@@ -50,8 +58,10 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         status, content = describe(error)
-        if status == 500:
+        if not isinstance(error, ChairliftError):
             _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        elif status == 500:
+            _log.error("%s %s failed: %s", request.method, request.url.path, error)
         return answer(status, content, {"retry-after": "1"} if status == 503 else None)
 
     async def on_validation(request: Request, error: Exception) -> Response:
@@ -80,19 +90,16 @@ def _first_problem(error: RequestValidationError) -> tuple[str | None, str]:
         name = str(place[-1])[:80].encode(errors="backslashreplace").decode()
         path = ".".join(filter(None, (_param(place[:-1]), name)))
         return path, f"{path} is not a parameter of this endpoint; leave it out"
-    if kind == "json_invalid":
-        return None, f"the body is not valid JSON: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}"
     if kind == "string_unicode" and not place:
         return None, "the name of a parameter holds half of a surrogate pair, which is no character"
     param = _param(place)
+    if kind == "value_error":
+        return param, f"{param or 'the body'}: {problem['ctx']['error']}"
     if param is None:
         return None, "the body must be a JSON object, sent with Content-Type: application/json"
     if kind == "missing":
         return param, f"{param} is required"
-    if kind == "value_error":
-        return param, f"{param}: {problem['ctx']['error']}"
-    given = repr(problem.get("input"))
-    return param, f"{param}: {problem['msg'].lower()}, got {given if len(given) <= 80 else given[:77] + '...'}"
+    return param, f"{param}: {problem['msg'].lower()}, got {show(problem.get('input'))}"
 
 
 def _param(place: tuple[str | int, ...]) -> str | None:

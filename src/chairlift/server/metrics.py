@@ -81,9 +81,10 @@ class Metrics:
         self.kv_usage.set((num_blocks - free_blocks) / num_blocks if num_blocks else 0.0)
 
     def engine_gone(self) -> None:
-        """Nothing runs or waits any more."""
+        """Nothing runs or waits any more, and the KV blocks went with the process."""
         for state in (self.engine_up, self.running, self.waiting, self.preempted):
             state.set(0)
+        self.capacity(0, 0)
 
     def expose(self) -> bytes:
         """The text of /metrics."""

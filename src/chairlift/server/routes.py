@@ -5,20 +5,33 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from chairlift.server import errors, metrics
+from chairlift.server.bodies import Route
 from chairlift.server.responses import ChatFormat, CompletionFormat, Format
 from chairlift.server.schemas import ChatRequest, CompletionRequest
-from chairlift.server.service import DEFAULT_MAX_TOKENS, ModelNotFound, Service
+from chairlift.server.service import DEFAULT_MAX_TOKENS, Service
 from chairlift.server.streaming import Answer
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def create_router(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=Route)
+
+    def get(path: str) -> Callable[[Endpoint], Endpoint]:
+        """GET, and HEAD, with which load balancers and monitors probe."""
+
+        def add(endpoint: Endpoint) -> Endpoint:
+            router.get(path)(endpoint)
+            router.head(path, include_in_schema=False)(endpoint)
+            return endpoint
+
+        return add
 
     async def answer(
         prefix: str,
@@ -74,32 +87,31 @@ def create_router(service: Service) -> APIRouter:
             "defaults": {"completions": {"max_tokens": DEFAULT_MAX_TOKENS}, "chat": {"max_tokens": None}},
         }
 
-    @router.get("/v1/models")
+    @get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served model, its context length, and the defaults of requests."""
         return {"object": "list", "data": [card()]}
 
-    @router.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name not in service.names:
-            raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {service.names[0]!r}")
+        service.require_model(name)
         return card()
 
-    @router.get("/health")
+    @get("/health")
     async def health() -> Response:
         """Liveness: 200 while the engine lives, loading or busy; 503 when it is dead, and a restart is due."""
         if service.client.error is not None:
             return JSONResponse(errors.body(503, service.client.error, code="engine_dead"), 503)
         return JSONResponse({"status": "ok"})
 
-    @router.get("/ready")
+    @get("/ready")
     async def ready() -> Response:
         """Readiness: 200 when requests are answered; 503 before, naming what the start is waiting for."""
         if service.phase is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "phase": service.phase}, 503)
 
-    @router.get("/metrics")
+    @get("/metrics")
     async def prometheus() -> Response:
         return Response(service.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})
 

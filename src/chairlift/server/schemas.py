@@ -2,21 +2,25 @@
 
 Nothing is ignored in silence. A field is one of three: supported; known to OpenAI or vLLM clients but not
 supported, which is accepted with a value that asks for nothing and refused by name with any other; or unknown, and
-refused. Types and structure are checked here; the ranges of sampling parameters belong to `SamplingParams`.
+refused. Structure is checked here, and how much of anything there may be, always before the elements are looked at.
+Types and ranges of sampling parameters are left to `SamplingParams`, whose messages name the allowed range.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
 
-from chairlift.core.request import SamplingParams
-from chairlift.errors import ParameterError
+from chairlift.core.request import MAX_LOGIT_BIAS, MAX_STOP, SamplingParams, check_count
+from chairlift.errors import ParameterError, show
 
+MAX_FIELDS = 128  # of an object
 MAX_PROMPTS = 256
+MAX_PROMPT_TOKENS = 2**20  # of prompts given as token ids, together
 MAX_CHOICES = 512  # prompts times n
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of all messages together
 MAX_STOP_LENGTH = 256  # characters of a stop string
 
 _ANY = object()  # any value asks for nothing here
@@ -79,7 +83,7 @@ _NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 def drop_neutral(data: Any, known: dict[str, tuple[Any, ...]]) -> Any:
     """The data without known fields whose value asks for nothing. Raises ParameterError for any other value."""
-    if not isinstance(data, dict):
+    if not isinstance(data, dict) or len(data) > MAX_FIELDS:  # refused by Body
         return data
     rest = {}
     for name, value in data.items():
@@ -106,9 +110,21 @@ def _check_unicode(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
 
+# Checked by SamplingParams
+Whole = Annotated[int | None, SkipValidation]
+Real = Annotated[float | None, SkipValidation]
+Flag = Annotated[bool | None, SkipValidation]
+
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"holds {len(data)} parameters; at most {MAX_FIELDS} are allowed")
+        return data
 
 
 class StreamOptions(Body):
@@ -118,8 +134,10 @@ class StreamOptions(Body):
 
 def _check_stop(value: Any) -> Any:
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list):
+        check_count("stop", len(strings), MAX_STOP, "strings")
     if not isinstance(strings, list) or not all(isinstance(stop, str) for stop in strings):
-        raise ParameterError("stop", "stop must be a string or a list of strings")
+        raise ParameterError("stop", f"stop must be a string or a list of strings, got {show(value)}")
     if any(len(stop) > MAX_STOP_LENGTH for stop in strings):
         raise ParameterError("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters")
     return value
@@ -127,10 +145,13 @@ def _check_stop(value: Any) -> Any:
 
 def _check_logit_bias(value: Any) -> Any:
     if not isinstance(value, dict):
-        raise ParameterError("logit_bias", "logit_bias must be an object of token ids and numbers from -100 to 100")
+        raise ParameterError(
+            "logit_bias", f"logit_bias must be an object of token ids and numbers from -100 to 100, got {show(value)}"
+        )
+    check_count("logit_bias", len(value), MAX_LOGIT_BIAS, "tokens")
     for token in value:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
-            raise ParameterError("logit_bias", f"the keys of logit_bias must be token ids, got {token!r}")
+            raise ParameterError("logit_bias", f"the keys of logit_bias must be token ids, got {show(token)}")
     return value
 
 
@@ -142,26 +163,26 @@ class Sampling(Body):
     """What completions and chat have in common. The first group is OpenAI's, the second vLLM's."""
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    n: Whole = None
+    max_tokens: Whole = None
+    temperature: Real = None
+    top_p: Real = None
     stop: Annotated[Text | list[Text] | None, _optional(_check_stop)] = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _optional(_check_logit_bias)] = None
+    seed: Whole = None
+    presence_penalty: Real = None
+    frequency_penalty: Real = None
+    logit_bias: Annotated[dict[str, float] | None, SkipValidation, _optional(_check_logit_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    top_k: Whole = None
+    min_p: Real = None
+    repetition_penalty: Real = None
+    min_tokens: Whole = None
+    ignore_eos: Flag = None
+    stop_token_ids: Annotated[list[int] | None, SkipValidation] = None
+    skip_special_tokens: Flag = None
+    include_stop_str_in_output: Flag = None
 
     @model_validator(mode="before")
     @classmethod
@@ -200,37 +221,45 @@ def _check_prompt(value: Any) -> Any:
     def tokens(value: Any) -> bool:
         return isinstance(value, list) and all(type(token) is int for token in value)
 
-    if isinstance(value, str) or (value and tokens(value)):
-        return value
-    if not isinstance(value, list) or not (
-        all(isinstance(prompt, str) for prompt in value) or all(tokens(prompt) for prompt in value)
-    ):
-        raise ParameterError(
-            "prompt", "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
-        )
-    if not 1 <= len(value) <= MAX_PROMPTS:
-        raise ParameterError("prompt", f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(value)}")
-    return value
+    if isinstance(value, str):
+        return _check_prompt_text("prompt", value)
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        check_count("prompt", len(value), MAX_PROMPT_TOKENS, "tokens")
+        if tokens(value):
+            return value
+    elif isinstance(value, list):
+        if not 1 <= len(value) <= MAX_PROMPTS:
+            raise ParameterError("prompt", f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(value)}")
+        if all(isinstance(prompt, str) for prompt in value):
+            return [_check_prompt_text(f"prompt[{i}]", prompt) for i, prompt in enumerate(value)]
+        if all(isinstance(prompt, list) for prompt in value):
+            check_count("prompt", sum(map(len, value)), MAX_PROMPT_TOKENS, "tokens")
+            if all(map(tokens, value)):
+                return value
+    raise ParameterError(
+        "prompt",
+        f"prompt must be a string, a list of strings, a list of token ids, or a list of such lists, got {show(value)}",
+    )
+
+
+def _check_prompt_text(param: str, text: str) -> str:
+    try:
+        return _check_unicode(text)
+    except ValueError as error:
+        raise ParameterError(param, f"{param}: {error}") from None
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions. max_tokens defaults to 16, as with OpenAI."""
 
-    prompt: Annotated[Text | list[Text] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
-    logprobs: int | None = None
-    best_of: int | None = None
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation, BeforeValidator(_check_prompt)]
+    logprobs: Whole = None
+    best_of: Whole = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_here(cls, data: Any) -> Any:
         return drop_neutral(data, _NEUTRAL_COMPLETION)
-
-    @model_validator(mode="after")
-    def _check(self) -> CompletionRequest:
-        n = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != n:
-            raise ParameterError("best_of", f"best_of other than n ({n}) is not supported, got {self.best_of}")
-        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -241,8 +270,12 @@ class CompletionRequest(Sampling):
         return self.prompt
 
     def params(self) -> SamplingParams:
-        more = {} if self.logprobs is None else {"logprobs": self.logprobs}
-        params = self.sampling_params(**more)
+        """Raises as `sampling_params` does."""
+        params = self.sampling_params(**({} if self.logprobs is None else {"logprobs": self.logprobs}))
+        if self.best_of is not None and not _same(self.best_of, params.n):
+            raise ParameterError(
+                "best_of", f"best_of other than n ({params.n}) is not supported, got {show(self.best_of)}"
+            )
         if params.n * len(self.prompts) > MAX_CHOICES:
             raise ParameterError("n", f"n times the number of prompts must be at most {MAX_CHOICES}")
         return params
@@ -257,17 +290,17 @@ def _check_content(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError("must be a string or a list of text parts")
+        raise ValueError(f"must be a string or a list of text parts, got {show(value)}")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise ValueError(f"only parts of type 'text' are supported, got {str(kind)[:40]!r}")
+            raise ValueError(f"only parts of type 'text' are supported, got {show(kind)}")
     return value
 
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text | list[TextPart], BeforeValidator(_check_content)]
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], BeforeValidator(_check_content)]
     name: Text | None = None
 
     @model_validator(mode="before")
@@ -285,43 +318,54 @@ class ChatMessage(Body):
         return message if self.name is None else message | {"name": self.name}
 
 
+def _check_messages(value: Any) -> Any:
+    if not isinstance(value, list):
+        raise ParameterError("messages", f"messages must be a list of messages, got {show(value)}")
+    if not 1 <= len(value) <= MAX_MESSAGES:
+        raise ParameterError("messages", f"messages must hold 1 to {MAX_MESSAGES} messages, got {len(value)}")
+    contents = [message.get("content") for message in value if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    check_count("messages", num_parts, MAX_PARTS, "parts of contents")
+    return value
+
+
 class ChatRequest(Sampling):
     """POST /v1/chat/completions. Without max_tokens it generates up to the context's end."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_check_messages)]
+    max_completion_tokens: Whole = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_here(cls, data: Any) -> Any:
         return drop_neutral(data, _NEUTRAL_CHAT)
 
-    @model_validator(mode="after")
-    def _check(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ParameterError("top_logprobs", "top_logprobs is only allowed together with logprobs: true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ParameterError(
-                "max_tokens", "max_tokens and max_completion_tokens mean the same and differ; send one of them"
-            )
-        return self
-
     @property
     def limit_param(self) -> str | None:
         return super().limit_param if self.max_completion_tokens is None else "max_completion_tokens"
 
     def params(self) -> SamplingParams:
-        more: dict[str, Any] = {"logprobs": (self.top_logprobs or 0)} if self.logprobs else {}
+        """Raises as `sampling_params` does."""
+        more: dict[str, Any] = {}
         renamed = {"logprobs": "top_logprobs"}
-        if self.max_completion_tokens is not None:
+        if self.logprobs or self.top_logprobs is not None:
+            more["logprobs"] = 0 if self.top_logprobs is None else self.top_logprobs
+        if self.max_tokens is None or self.max_completion_tokens is not None:
             more["max_tokens"] = self.max_completion_tokens
             renamed["max_tokens"] = "max_completion_tokens"
-        elif self.max_tokens is None:
-            more["max_tokens"] = None
         try:
-            return self.sampling_params(**more)
+            params = self.sampling_params(**more)
         except ParameterError as error:
             name = renamed.get(error.param, error.param)
-            raise ParameterError(name, str(error).replace(error.param, name)) from None
+            raise ParameterError(name, str(error).replace(error.param, name, 1)) from None
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ParameterError("top_logprobs", "top_logprobs is only allowed together with logprobs: true")
+        if self.max_tokens is not None and not _same(self.max_tokens, params.max_tokens):
+            raise ParameterError(
+                "max_tokens",
+                f"max_tokens and max_completion_tokens mean the same and differ: {show(self.max_tokens)} and "
+                f"{params.max_tokens}; send one of them",
+            )
+        return params

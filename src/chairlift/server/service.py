@@ -6,13 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Capacity
 from chairlift.core.request import FinishReason, Request, SamplingParams, make_request
-from chairlift.errors import ChairliftError, GenerationFailed, ParameterError, RequestRefused
+from chairlift.errors import (
+    ChairliftError,
+    ContextTooLong,
+    GenerationFailed,
+    ModelNotFound,
+    NotReady,
+    ParameterError,
+    RequestRefused,
+    show,
+)
 from chairlift.server.client import EngineClient, News, Stream
 from chairlift.server.metrics import Metrics
 from chairlift.server.text import Delta, Tokenizer, Transcript
@@ -22,18 +30,6 @@ DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
 T = TypeVar("T")
-
-
-class NotReady(ChairliftError):
-    """The server is starting; the message names the phase."""
-
-
-class ModelNotFound(ChairliftError):
-    """The request names a model that is not served here."""
-
-
-class ContextTooLong(ParameterError):
-    """Prompt and asked output do not fit the context."""
 
 
 @dataclass(slots=True)
@@ -75,25 +71,36 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            raise ModelNotFound(f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}")
+            raise ModelNotFound(f"the model {show(name)} does not exist; this server has {self.names[0]!r}")
 
     # -- prompts
 
     async def encode(self, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-        """Token ids of completion prompts."""
-        tokenizer, _ = self.require_ready()
-        length = sum(len(prompt) for prompt in prompts)
-        return await _maybe_in_thread(
-            length, lambda: [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        )
+        """Token ids of completion prompts. Raises ContextTooLong, untokenised, for one that can never fit."""
+        tokenizer, capacity = self.require_ready()
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+
+        def encode() -> list[list[int]]:
+            for text in texts:
+                _check_size([text], "prompt", tokenizer, capacity)
+            return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        return await _maybe_in_thread(sum(map(len, texts)), encode)
 
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        tokenizer, _ = self.require_ready()
+        """Token ids of a conversation. Raises as `encode` does."""
+        tokenizer, capacity = self.require_ready()
         if not tokenizer.has_chat_template:
             raise ParameterError("messages", "this model has no chat template; use /v1/completions")
-        length = sum(len(message["content"]) for message in messages)
+
+        def encode() -> list[int]:
+            _check_size([message["content"] for message in messages], "messages", tokenizer, capacity)
+            return tokenizer.encode_chat(messages)
+
         try:
-            return await _maybe_in_thread(length, partial(tokenizer.encode_chat, messages))
+            return await _maybe_in_thread(sum(len(text) for message in messages for text in message.values()), encode)
+        except ContextTooLong:
+            raise
         except ChairliftError as error:
             raise ParameterError("messages", str(error)) from error
 
@@ -153,11 +160,7 @@ class Service:
         if not prompt:
             raise ParameterError(prompt_param, f"{prompt_param} is empty; it must hold at least one token")
         if length >= limit:
-            raise ContextTooLong(
-                prompt_param,
-                f"the prompt has {length} tokens, and this model's context is {limit} tokens with at least one of "
-                f"output; shorten the prompt to {limit - 1} tokens, or start the server with a larger --max-model-len",
-            )
+            raise _prompt_too_long(prompt_param, f"{length} tokens", limit)
         if limit_param is not None and wanted is not None and length + wanted > limit:
             raise ContextTooLong(
                 limit_param,
@@ -172,6 +175,22 @@ class Service:
                 f"prompt and output may take {total} tokens, and the whole KV cache holds {room}; ask for less, or "
                 "start the server with a larger --kv-cache-memory",
             )
+
+
+def _check_size(texts: Sequence[str], param: str, tokenizer: Tokenizer, capacity: Capacity) -> None:
+    """Refuses a prompt that is too long for the context however few tokens it becomes, before the work is done."""
+    if sum(map(len, texts)) > LONG_TEXT:
+        least = -(-sum(len(text.encode()) for text in texts) // tokenizer.longest_token)
+        if least >= capacity.max_model_len:
+            raise _prompt_too_long(param, f"at least {least} tokens", capacity.max_model_len)
+
+
+def _prompt_too_long(param: str, length: str, limit: int) -> ContextTooLong:
+    return ContextTooLong(
+        param,
+        f"the prompt has {length}, and this model's context is {limit} tokens with at least one of output; "
+        f"shorten the prompt to {limit - 1} tokens, or start the server with a larger --max-model-len",
+    )
 
 
 async def _maybe_in_thread(length: int, encode: Callable[[], T]) -> T:

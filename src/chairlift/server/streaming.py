@@ -38,18 +38,18 @@ class Answer(Response):
         self._format = format
         self._stream = stream
         self._gone = False
+        self._reason = FinishReason.ABORT  # why what still runs at the end of the answer was ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
-        reason = FinishReason.ABORT
         try:
             await (self._send_events(send) if self._stream else self._send_whole(send))
         except ChairliftError:
-            reason = FinishReason.ERROR
+            self._reason = FinishReason.ERROR
             raise
         finally:
             watcher.cancel()
-            self._generation.close(reason)
+            self._generation.close(self._reason)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -96,6 +96,7 @@ class Answer(Response):
         except ChairliftError as error:
             if not started:
                 raise
+            self._reason = FinishReason.ERROR
             yield event(errors.describe(error)[1])
             return
         if not self._gone:

@@ -31,14 +31,15 @@ class EngineProcess:
 
     It is spawned at once, before an event loop exists; `watch` then hands over what it says. The socket lies in a
     folder only this user can enter, and only until the engine has connected: a connected socket needs no name, and
-    what has no name cannot be left behind, however the processes end.
+    what has no name cannot be left behind, however the processes end. The engine removes it, this process only if
+    the engine cannot.
     """
 
     def __init__(
         self, config: EngineConfig, *, epoch: int = 0, log_level: str = "info", command: Sequence[str] = COMMAND
     ) -> None:
         self.epoch = epoch
-        self._folder: str | None = tempfile.mkdtemp(prefix="chairlift-")
+        self._folder: str | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # never blocks: what is under way is bounded by the requests that are open
@@ -46,12 +47,13 @@ class EngineProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[ipc.Message], None] = lambda message: None
         self._listens = False  # to messages: it is past loading
-        endpoint = f"ipc://{self._folder}/engine"
-        try:
+        self._process = _spawn(command)
+        try:  # after the process, so that the folder is not there yet while nobody else could remove it
+            self._folder = tempfile.mkdtemp(prefix="chairlift-")
+            endpoint = f"ipc://{self._folder}/engine"
             self._socket.bind(endpoint)
-            self._process = _spawn(command)
         except BaseException:
-            self._close_socket()
+            self.stop()
             raise
         launch = ipc.Launch(endpoint, epoch, os.getpid(), log_level, config)
         assert self._process.stdin is not None
