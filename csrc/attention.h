@@ -23,7 +23,7 @@ constexpr int kMaxTile = 32;  // most positions of a tile
 
 // What is the same for all units of a model. Sizes in floats unless they say bytes.
 struct AttentionShape {
-    static constexpr int kHeadsTogether = 2;
+    static constexpr int kHeadsTogether = 3;  // at most
 
     int head_dim = 0;
     int padded_dim = 0;  // head_dim rounded up to 8

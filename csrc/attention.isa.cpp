@@ -85,13 +85,16 @@ CHAIRLIFT_INLINE void find_tile(const AttentionShape& shape, const AttentionUnit
 }
 
 // Asks for the tile at `start`, the next one to be used: its blocks lie far apart, which the processor cannot foresee.
+// Into the second-level cache: the first level's few miss buffers would fill up, and the work on this tile stand still.
 CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
     const std::size_t vector_bytes = static_cast<std::size_t>(shape.head_dim) * (shape.f16 ? 2 : 4);
     const int end = last + 1 < start + shape.tile ? last + 1 : start + shape.tile;
-    for (int position = start; position < end; ++position) {
-        const std::size_t at = unit.table[position / shape.block_size] * shape.block_bytes +
-                               position % shape.block_size * vector_bytes;
-        for (std::size_t byte = 0; byte < vector_bytes; byte += 64) {
+    int run;  // positions that lie one after the other, within a block
+    for (int position = start; position < end; position += run) {
+        const int slot = position % shape.block_size, rest = shape.block_size - slot;
+        run = rest < end - position ? rest : end - position;
+        const std::size_t at = unit.table[position / shape.block_size] * shape.block_bytes + slot * vector_bytes;
+        for (std::size_t byte = 0; byte < run * vector_bytes; byte += 64) {
             prefetch(unit.keys + at + byte);
             prefetch(unit.values + at + byte);
         }
@@ -162,11 +165,11 @@ CHAIRLIFT_INLINE void add_values(const float* weights, int stride, const void* c
     for (int h = 0; h < H; ++h)
         for (int n = 0; n < N; ++n) acc[h][n] = load(sums + h * dim + i + 8 * n) * broadcast(rescale[h]);
     for (int key = begin; key < end; ++key) {
-        f32x8 value[N];
-        for (int n = 0; n < N; ++n) value[n] = load_stored<kF16>(values[key], i + 8 * n);
-        for (int h = 0; h < H; ++h) {
-            const f32x8 weight = broadcast(weights[h * stride + key]);
-            for (int n = 0; n < N; ++n) acc[h][n] = fma(weight, value[n], acc[h][n]);
+        f32x8 weight[H];
+        for (int h = 0; h < H; ++h) weight[h] = broadcast(weights[h * stride + key]);
+        for (int n = 0; n < N; ++n) {
+            const f32x8 value = load_stored<kF16>(values[key], i + 8 * n);
+            for (int h = 0; h < H; ++h) acc[h][n] = fma(weight[h], value, acc[h][n]);
         }
     }
     for (int h = 0; h < H; ++h)
@@ -199,8 +202,9 @@ template <bool kF16>
 void add_tile_to_row(const AttentionShape& shape, const Work& work, const Tile& tile, int row, int begin, int end) {
     int query = row * shape.group;
     const int last = query + shape.group;
-    for (; query + kHeads <= last; query += kHeads) add_tile<kF16, kHeads>(shape, work, tile, query, begin, end);
-    for (; query < last; ++query) add_tile<kF16, 1>(shape, work, tile, query, begin, end);
+    for (; last - query > 3 || last - query == 2; query += 2) add_tile<kF16, 2>(shape, work, tile, query, begin, end);
+    if (last - query == 3) return add_tile<kF16, 3>(shape, work, tile, query, begin, end);
+    if (last - query == 1) add_tile<kF16, 1>(shape, work, tile, query, begin, end);
 }
 
 CHAIRLIFT_INLINE void begin_queries(const AttentionShape& shape, const AttentionUnit& unit, const Work& work) {

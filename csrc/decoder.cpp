@@ -1,12 +1,14 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <new>
 #include <numeric>
 #include <stdexcept>
+#include <thread>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -46,7 +48,8 @@ void ask_for_huge_pages(const AlignedBuffer& memory) {
 
 // The system maps memory page by page on first use, about a second a GiB. A thread of the least priority does it for the
 // cache, from its first block on, while the engine starts: it changes no content, so a step may use the cache meanwhile.
-// Where the system cannot do that, the pages come as they are used.
+// A page that is being mapped keeps its processor whatever the priority, so the thread rests for three times as long as
+// it worked. Where the system cannot map pages ahead, they come as they are used.
 void map_pages([[maybe_unused]] std::stop_token stop, [[maybe_unused]] std::uint8_t* data,
                [[maybe_unused]] std::size_t size) {
 #ifdef MADV_POPULATE_WRITE
@@ -56,7 +59,9 @@ void map_pages([[maybe_unused]] std::stop_token stop, [[maybe_unused]] std::uint
     std::uintptr_t at = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
     for (; at + page <= end && !stop.stop_requested(); at += piece) {
         const std::size_t bytes = std::min(piece, (end - at) / page * page);
+        const auto begin = std::chrono::steady_clock::now();
         if (madvise(reinterpret_cast<void*>(at), bytes, MADV_POPULATE_WRITE) != 0) return;
+        std::this_thread::sleep_for(3 * (std::chrono::steady_clock::now() - begin));
     }
 #endif
 }
