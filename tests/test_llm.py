@@ -147,7 +147,20 @@ def test_unknown_settings_and_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [None, 1.5, [None], [1.5], {"x": 1}, b"bytes", [b"bytes"], {"a", "b"}, [[True]], [["a"]]]
+    "prompts",
+    [
+        None,
+        1.5,
+        [None],
+        [1.5],
+        {"x": 1},
+        b"bytes",
+        [b"bytes"],
+        {"a", "b"},
+        [[True]],
+        [["a"]],
+        pytest.param(10**5000, id="huge"),
+    ],
 )
 def test_prompts_that_are_none(llm: LLM, prompts: object) -> None:
     with pytest.raises(ParameterError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, show
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -115,11 +115,11 @@ def _check_values(config: EngineConfig) -> None:
         elif choices:
             good, wanted = value in choices, " or ".join(choices)
         else:
-            types = tuple(part for part in (get_args(hint) or (hint,)))
+            types = get_args(hint) or (hint,)
             good = isinstance(value, (*types, int) if float in types else types)
             wanted = f"of type {types[0].__name__}"
         if not good and not (value is None and type(None) in get_args(hint)):
-            raise ConfigError(f"{_flag(name)} must be {wanted}, got {value!r:.80}")
+            raise ConfigError(f"{_flag(name)} must be {wanted}, got {show(value)}")
 
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

@@ -14,7 +14,7 @@ from chairlift.config import DEFAULT_MODEL, EngineConfig
 from chairlift.core.plan import Output, StepStats, TokenLogprob
 from chairlift.core.ports import Abort, Add, Message
 from chairlift.core.request import FinishReason, Request, SamplingParams, make_request
-from chairlift.errors import ConfigError, GenerationFailed, ParameterError, RequestRefused
+from chairlift.errors import ConfigError, GenerationFailed, ParameterError, RequestRefused, show
 from chairlift.server.text import Delta, Transcript
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class LLM:
             return given, self._tokenizer.encode(given)
         if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
             raise ParameterError(
-                "prompts", f"a prompt must be text, token ids or a mapping of either, got {prompt!r:.80}"
+                "prompts", f"a prompt must be text, token ids or a mapping of either, got {show(prompt)}"
             )
         return None, list(given)
 
@@ -265,7 +265,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise ParameterError("prompts", f"prompts must be a prompt or a list of prompts, got {prompts!r:.80}")
+        raise ParameterError("prompts", f"prompts must be a prompt or a list of prompts, got {show(prompts)}")
     single = bool(prompts) and isinstance(prompts[0], int)
     return cast("list[Prompt]", [prompts] if single else list(prompts))
 
@@ -275,7 +275,7 @@ def _check_conversations(conversations: object) -> None:
         messages = conversation if isinstance(conversation, Sequence) else ()
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ParameterError(
-                "messages", f"a conversation must be a list of messages with role and content, got {conversation!r:.80}"
+                "messages", f"a conversation must be a list of messages with role and content, got {show(conversation)}"
             )
 
 
@@ -288,7 +288,7 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         raise ParameterError(
             "sampling_params",
             f"sampling_params must be one SamplingParams, or a list with one for each of the {count} prompts, "
-            f"got {params!r:.80}",
+            f"got {show(params)}",
         )
     return each
 

@@ -115,6 +115,7 @@ def test_sizes_out_of_range(name: str, value: int) -> None:
         ("max_model_len", "long"),
         ("max_num_seqs", 1.5),
         ("max_num_seqs", None),
+        pytest.param("max_num_seqs", 10**5000, id="huge"),
         ("block_size", True),
         ("kv_cache_memory", 16 << 20),
         ("gpu_memory_utilization", "0.9"),
