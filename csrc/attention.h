@@ -21,6 +21,15 @@ namespace chairlift {
 constexpr int kRowTile = 16;  // most rows of a unit
 constexpr int kMaxTile = 32;  // most positions of a tile
 
+// How the cache stores a key or a value of head_dim numbers. int8: signed bytes, and behind them one f32 that they are
+// multiples of. A vector has a scale of its own because one for all of a block's positions would depend on tokens that
+// come later, and so a row's bits on which of them were there when it was computed.
+enum class KvType { f32, f16, int8 };
+
+inline __attribute__((always_inline)) int first_in_view(int position, int window) {
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
 // What is the same for all units of a model. Sizes in floats unless they say bytes.
 struct AttentionShape {
     static constexpr int kHeadsTogether = 3;  // at most
@@ -30,7 +39,9 @@ struct AttentionShape {
     int group = 0;       // query heads per KV head
     int tile = 0;        // positions, a multiple of 8, at most kMaxTile
     int block_size = 0;  // positions
-    bool f16 = false;    // of the cache; else f32
+    int table_stride = 1;         // block table entries from one block to the next of the same layers
+    KvType kv = KvType::f32;
+    std::size_t vector_bytes = 0; // from one position of a block to the next
     std::size_t block_bytes = 0;  // from one block of the cache to the next
     std::size_t q_stride = 0;     // from one query row to the next
     std::size_t out_stride = 0;
@@ -50,8 +61,8 @@ struct AttentionUnit {
     int rows = 0;              // 1 to kRowTile
     int first_position = 0;    // of the first row; the others follow it
     int window = 0;            // 0: all positions up to its own
-    const std::int32_t* table = nullptr;   // the item's blocks
-    const std::uint8_t* keys = nullptr;    // this layer's and head's [block_size][head_dim] part of block 0
+    const std::int32_t* table = nullptr;   // the item's first block of this layer
+    const std::uint8_t* keys = nullptr;    // this layer's and head's [block_size] vectors in block 0
     const std::uint8_t* values = nullptr;
 };
 

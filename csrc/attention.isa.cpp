@@ -21,10 +21,13 @@ struct Work {
     float* scores;          // [kHeads][tile]
 };
 
-// Where the vectors of a tile are, in the cache or widened in the scratch memory.
+// Where the vectors of a tile are, in the cache or widened in the scratch memory. Bytes are used as they are, and their
+// scales applied to the scores and the weights.
 struct Tile {
     const void* keys[kMaxTile];
     const void* values[kMaxTile];
+    bool scaled;
+    float key_scales[kMaxTile], value_scales[kMaxTile];
 };
 
 CHAIRLIFT_INLINE Work divide(const AttentionShape& shape, float* scratch) {
@@ -40,34 +43,59 @@ CHAIRLIFT_INLINE Work divide(const AttentionShape& shape, float* scratch) {
     return work;
 }
 
-// One cached vector as floats, padded with zeros.
-CHAIRLIFT_INLINE void widen(const AttentionShape& shape, const std::uint8_t* stored, float* out) {
-    const int n = shape.head_dim;
+CHAIRLIFT_INLINE f32x8 load_stored(const float* p) { return load(p); }
+CHAIRLIFT_INLINE f32x8 load_stored(const std::uint16_t* p) { return load_f16(p); }
+CHAIRLIFT_INLINE f32x8 load_stored(const std::int8_t* p) { return load_i8(p); }
+
+// n stored numbers as floats, padded with zeros.
+template <class T>
+CHAIRLIFT_INLINE void widen(const T* stored, int n, float* out) {
     int i = 0;
-    if (shape.f16) {
-        const std::uint16_t* half = reinterpret_cast<const std::uint16_t*>(stored);
-        for (; i + 8 <= n; i += 8) store(out + i, load_f16(half + i));
-        if (i == n) return;
-        std::uint16_t lanes[8] = {};
-        for (int lane = 0; i + lane < n; ++lane) lanes[lane] = half[i + lane];
-        store(out + i, load_f16(lanes));
-    } else {
-        const float* single = reinterpret_cast<const float*>(stored);
-        for (; i + 8 <= n; i += 8) store(out + i, load(single + i));
-        if (i < n) store(out + i, load_first(single + i, n - i));
+    for (; i + 8 <= n; i += 8) store(out + i, load_stored(stored + i));
+    if (i == n) return;
+    T lanes[8] = {};
+    for (int lane = 0; i + lane < n; ++lane) lanes[lane] = stored[i + lane];
+    store(out + i, load_stored(lanes));
+}
+
+CHAIRLIFT_INLINE void widen(const AttentionShape& shape, const std::uint8_t* stored, float* out) {
+    switch (shape.kv) {
+        case KvType::f32: return widen(reinterpret_cast<const float*>(stored), shape.head_dim, out);
+        case KvType::f16: return widen(reinterpret_cast<const std::uint16_t*>(stored), shape.head_dim, out);
+        case KvType::int8: return widen(reinterpret_cast<const std::int8_t*>(stored), shape.head_dim, out);
     }
+}
+
+// The scale behind the bytes of a vector.
+CHAIRLIFT_INLINE float scale_of(const AttentionShape& shape, const std::uint8_t* stored) {
+    float scale;
+    std::memcpy(&scale, stored + shape.head_dim, sizeof scale);
+    return scale;
+}
+
+CHAIRLIFT_INLINE std::size_t offset_of(const AttentionShape& shape, const AttentionUnit& unit, int position) {
+    const int block = unit.table[position / shape.block_size * shape.table_stride];
+    return block * shape.block_bytes + position % shape.block_size * shape.vector_bytes;
 }
 
 // Positions begin..end of the tile that starts at `start`: where they lie in the cache, or widened if `copy`. The rest of
 // the group of eight that begin and end fall in points to the first of them: it is loaded, and its score not used.
 CHAIRLIFT_INLINE void find_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
                                 bool copy, const Work& work, Tile& tile) {
-    const std::size_t vector_bytes = static_cast<std::size_t>(shape.head_dim) * (shape.f16 ? 2 : 4);
-    int block = (start + begin) / shape.block_size, slot = (start + begin) % shape.block_size;
+    tile.scaled = shape.kv == KvType::int8;
+    int slot = (start + begin) % shape.block_size;
+    std::size_t at = offset_of(shape, unit, start + begin);
     for (int i = begin; i < end; ++i) {
-        const std::size_t at = unit.table[block] * shape.block_bytes + slot * vector_bytes;
+        if (slot == shape.block_size) {
+            slot = 0;
+            at = offset_of(shape, unit, start + i);
+        }
         tile.keys[i] = unit.keys + at;
         tile.values[i] = unit.values + at;
+        if (tile.scaled) {
+            tile.key_scales[i] = scale_of(shape, unit.keys + at);
+            tile.value_scales[i] = scale_of(shape, unit.values + at);
+        }
         if (copy) {
             float *key = work.keys + i * shape.padded_dim, *value = work.values + i * shape.padded_dim;
             widen(shape, unit.keys + at, key);
@@ -75,42 +103,35 @@ CHAIRLIFT_INLINE void find_tile(const AttentionShape& shape, const AttentionUnit
             tile.keys[i] = key;
             tile.values[i] = value;
         }
-        if (++slot == shape.block_size) {
-            slot = 0;
-            ++block;
-        }
+        ++slot;
+        at += shape.vector_bytes;
     }
-    for (int i = begin & ~7; i < begin; ++i) tile.keys[i] = tile.keys[begin];
-    for (int i = end; i < ((end + 7) & ~7); ++i) tile.keys[i] = tile.keys[begin];
+    const auto point_to_first = [&](int i) {
+        tile.keys[i] = tile.keys[begin];
+        tile.key_scales[i] = tile.value_scales[i] = 0.0f;
+    };
+    for (int i = begin & ~7; i < begin; ++i) point_to_first(i);
+    for (int i = end; i < ((end + 7) & ~7); ++i) point_to_first(i);
 }
 
 // Asks for the tile at `start`, the next one to be used: its blocks lie far apart, which the processor cannot foresee.
 // Into the second-level cache: the first level's few miss buffers would fill up, and the work on this tile stand still.
 CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
-    const std::size_t vector_bytes = static_cast<std::size_t>(shape.head_dim) * (shape.f16 ? 2 : 4);
     const int end = last + 1 < start + shape.tile ? last + 1 : start + shape.tile;
     int run;  // positions that lie one after the other, within a block
     for (int position = start; position < end; position += run) {
         const int slot = position % shape.block_size, rest = shape.block_size - slot;
         run = rest < end - position ? rest : end - position;
-        const std::size_t at = unit.table[position / shape.block_size] * shape.block_bytes + slot * vector_bytes;
-        for (std::size_t byte = 0; byte < run * vector_bytes; byte += 64) {
+        const std::size_t at = offset_of(shape, unit, position);
+        for (std::size_t byte = 0; byte < run * shape.vector_bytes; byte += 64) {
             prefetch(unit.keys + at + byte);
             prefetch(unit.values + at + byte);
         }
     }
 }
 
-template <bool kF16>
-CHAIRLIFT_INLINE f32x8 load_stored(const void* vector, int i) {
-    if constexpr (kF16)
-        return load_f16(static_cast<const std::uint16_t*>(vector) + i);
-    else
-        return load(static_cast<const float*>(vector) + i);
-}
-
 // Scores of K keys for H queries: scores[h * stride + k].
-template <bool kF16, int H, int K>
+template <class T, int H, int K>
 CHAIRLIFT_INLINE void score(const float* queries, const void* const* keys, int dim, float* scores, int stride) {
     f32x8 acc[H][K];
     for (int h = 0; h < H; ++h)
@@ -119,7 +140,7 @@ CHAIRLIFT_INLINE void score(const float* queries, const void* const* keys, int d
         f32x8 query[H];
         for (int h = 0; h < H; ++h) query[h] = load(queries + h * dim + i);
         for (int k = 0; k < K; ++k) {
-            const f32x8 key = load_stored<kF16>(keys[k], i);
+            const f32x8 key = load_stored(static_cast<const T*>(keys[k]) + i);
             for (int h = 0; h < H; ++h) acc[h][k] = fma(query[h], key, acc[h][k]);
         }
     }
@@ -134,8 +155,12 @@ CHAIRLIFT_INLINE float exp_one(float x) {
 }
 
 // Turns the scores of keys begin..end into weights, and returns the factor for what was summed up before.
-CHAIRLIFT_INLINE float weigh(float* scores, int begin, int end, float cap, float* running_greatest, float* mass) {
+CHAIRLIFT_INLINE float weigh(const Tile& tile, float* scores, int begin, int end, float cap, float* running_greatest,
+                             float* mass) {
     const int first = begin & ~7, last = (end + 7) & ~7;
+    if (tile.scaled)
+        for (int key = first; key < last; key += 8)
+            store(scores + key, load(scores + key) * load(tile.key_scales + key));
     if (cap > 0.0f)
         for (int key = first; key < last; key += 8)
             store(scores + key, broadcast(cap) * tanh(load(scores + key) / broadcast(cap)));
@@ -148,7 +173,7 @@ CHAIRLIFT_INLINE float weigh(float* scores, int begin, int end, float cap, float
     f32x8 mass8 = zero8();
     for (int key = first; key < last; key += 8) {
         const f32x8 weight = exp(load(scores + key) - broadcast(greatest));
-        store(scores + key, weight);
+        store(scores + key, tile.scaled ? weight * load(tile.value_scales + key) : weight);
         mass8 = mass8 + weight;
     }
     const float rescale = exp_one(before - greatest);
@@ -158,7 +183,7 @@ CHAIRLIFT_INLINE float weigh(float* scores, int begin, int end, float cap, float
 }
 
 // For H queries and N vectors of each, from float i on: sums = sums * rescale + weight of each key * its value, in order.
-template <bool kF16, int H, int N>
+template <class T, int H, int N>
 CHAIRLIFT_INLINE void add_values(const float* weights, int stride, const void* const* values, int begin, int end, int i,
                                  int dim, const float* rescale, float* sums) {
     f32x8 acc[H][N];
@@ -168,7 +193,7 @@ CHAIRLIFT_INLINE void add_values(const float* weights, int stride, const void* c
         f32x8 weight[H];
         for (int h = 0; h < H; ++h) weight[h] = broadcast(weights[h * stride + key]);
         for (int n = 0; n < N; ++n) {
-            const f32x8 value = load_stored<kF16>(values[key], i + 8 * n);
+            const f32x8 value = load_stored(static_cast<const T*>(values[key]) + i + 8 * n);
             for (int h = 0; h < H; ++h) acc[h][n] = fma(weight[h], value, acc[h][n]);
         }
     }
@@ -177,7 +202,7 @@ CHAIRLIFT_INLINE void add_values(const float* weights, int stride, const void* c
 }
 
 // Keys begin..end of a tile, for H queries of one row from `query` on.
-template <bool kF16, int H>
+template <class T, int H>
 CHAIRLIFT_INLINE void add_tile(const AttentionShape& shape, const Work& work, const Tile& tile, int query, int begin,
                                int end) {
     constexpr int kKeys = H == 1 ? 8 : 4;  // enough sums at a time to hide latency, few enough for the registers
@@ -185,26 +210,26 @@ CHAIRLIFT_INLINE void add_tile(const AttentionShape& shape, const Work& work, co
     const int dim = shape.padded_dim;
     float rescale[H];
     for (int key = begin & ~7; key < end; key += kKeys)
-        score<kF16, H, kKeys>(work.queries + query * dim, tile.keys + key, dim, work.scores + key, shape.tile);
+        score<T, H, kKeys>(work.queries + query * dim, tile.keys + key, dim, work.scores + key, shape.tile);
     for (int h = 0; h < H; ++h)
-        rescale[h] = weigh(work.scores + h * shape.tile, begin, end, shape.softcap, work.greatest + query + h,
+        rescale[h] = weigh(tile, work.scores + h * shape.tile, begin, end, shape.softcap, work.greatest + query + h,
                            work.mass + query + h);
     float* sums = work.sums_of_values + query * dim;
     int i = 0;
     for (; i + 8 * kVectors <= dim; i += 8 * kVectors)
-        add_values<kF16, H, kVectors>(work.scores, shape.tile, tile.values, begin, end, i, dim, rescale, sums);
+        add_values<T, H, kVectors>(work.scores, shape.tile, tile.values, begin, end, i, dim, rescale, sums);
     for (; i < dim; i += 8)
-        add_values<kF16, H, 1>(work.scores, shape.tile, tile.values, begin, end, i, dim, rescale, sums);
+        add_values<T, H, 1>(work.scores, shape.tile, tile.values, begin, end, i, dim, rescale, sums);
 }
 
 // All heads of a row. How many go together decides how often a key is loaded, and changes no result.
-template <bool kF16>
+template <class T>
 void add_tile_to_row(const AttentionShape& shape, const Work& work, const Tile& tile, int row, int begin, int end) {
     int query = row * shape.group;
     const int last = query + shape.group;
-    for (; last - query > 3 || last - query == 2; query += 2) add_tile<kF16, 2>(shape, work, tile, query, begin, end);
-    if (last - query == 3) return add_tile<kF16, 3>(shape, work, tile, query, begin, end);
-    if (last - query == 1) add_tile<kF16, 1>(shape, work, tile, query, begin, end);
+    for (; last - query > 3 || last - query == 2; query += 2) add_tile<T, 2>(shape, work, tile, query, begin, end);
+    if (last - query == 3) return add_tile<T, 3>(shape, work, tile, query, begin, end);
+    if (last - query == 1) add_tile<T, 1>(shape, work, tile, query, begin, end);
 }
 
 CHAIRLIFT_INLINE void begin_queries(const AttentionShape& shape, const AttentionUnit& unit, const Work& work) {
@@ -231,15 +256,21 @@ CHAIRLIFT_INLINE void end_queries(const AttentionShape& shape, const AttentionUn
     }
 }
 
-CHAIRLIFT_INLINE int first_in_view(int position, int window) {
-    return window > 0 && position >= window ? position - window + 1 : 0;
+using AddTile = void (*)(const AttentionShape&, const Work&, const Tile&, int row, int begin, int end);
+
+AddTile add_tile_to_row(KvType type) {
+    switch (type) {
+        case KvType::f16: return add_tile_to_row<std::uint16_t>;
+        case KvType::int8: return add_tile_to_row<std::int8_t>;
+        default: return add_tile_to_row<float>;
+    }
 }
 
 void attend(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
     const Work work = divide(shape, scratch);
     // Widening pays when several rows use a tile; vectors that do not fill whole registers are padded in any case.
-    const bool copy = (unit.rows > 1 && shape.f16) || shape.head_dim != shape.padded_dim;
-    const auto add = shape.f16 && !copy ? add_tile_to_row<true> : add_tile_to_row<false>;
+    const bool copy = (unit.rows > 1 && shape.kv != KvType::f32) || shape.head_dim != shape.padded_dim;
+    const AddTile add = add_tile_to_row(copy ? KvType::f32 : shape.kv);
     const int first = unit.first_position, last = first + unit.rows - 1;
     const int from = first_in_view(first, unit.window);  // the later rows begin there or after it
     Tile tile;

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "decoder.h"
+#include "spec_from_python.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,68 +39,6 @@ nb::ndarray<nb::numpy, T> new_array(T value, Sizes... sizes) {
     std::fill(data, data + count, value);
     nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return nb::ndarray<nb::numpy, T>(data, sizeof...(sizes), shape, owner);
-}
-
-template <class T>
-T get(const nb::dict& dict, const char* name) {
-    if (!dict.contains(name)) throw std::invalid_argument(std::string("spec has no ") + name);
-    try {
-        return nb::cast<T>(dict[name]);
-    } catch (const std::bad_cast&) {
-        throw std::invalid_argument(std::string("spec.") + name + " has a wrong type");
-    }
-}
-
-template <class T>
-std::vector<T> get_list(const nb::dict& dict, const char* name) {
-    return get<std::vector<T>>(dict, name);
-}
-
-RopeSpec rope_spec(const nb::dict& dict) {
-    RopeSpec rope;
-    rope.theta = get<double>(dict, "theta");
-    rope.dims = get<int>(dict, "dims");
-    const auto style = get<std::string>(dict, "style");
-    if (style != "half" && style != "interleaved")
-        throw std::invalid_argument("rope.style must be half or interleaved, got " + style);
-    rope.interleaved = style == "interleaved";
-    rope.inv_freq_scale = get_list<double>(dict, "inv_freq_scale");
-    rope.attention_factor = get<double>(dict, "attention_factor");
-    return rope;
-}
-
-DecoderSpec decoder_spec(const nb::dict& dict) {
-    DecoderSpec spec;
-    spec.vocab_size = get<int>(dict, "vocab_size");
-    spec.hidden_size = get<int>(dict, "hidden_size");
-    spec.num_layers = get<int>(dict, "num_layers");
-    spec.num_heads = get<int>(dict, "num_heads");
-    spec.num_kv_heads = get<int>(dict, "num_kv_heads");
-    spec.head_dim = get<int>(dict, "head_dim");
-    spec.ffn_size = get<int>(dict, "ffn_size");
-    spec.max_positions = get<int>(dict, "max_positions");
-    spec.norm_eps = get<float>(dict, "norm_eps");
-    spec.rope = rope_spec(get<nb::dict>(dict, "rope"));
-    const bool local = dict.contains("rope_local") && !dict["rope_local"].is_none();
-    spec.rope_local = local ? rope_spec(get<nb::dict>(dict, "rope_local")) : spec.rope;
-    spec.layer_windows = get_list<int>(dict, "layer_windows");
-    if (spec.layer_windows.empty() && spec.num_layers > 0 && spec.num_layers < 1 << 16)
-        spec.layer_windows.assign(spec.num_layers, 0);
-    spec.attn_scale = get<float>(dict, "attn_scale");
-    const auto activation = get<std::string>(dict, "activation");
-    if (activation != "silu" && activation != "gelu_tanh")
-        throw std::invalid_argument("activation must be silu or gelu_tanh, got " + activation);
-    spec.activation = activation == "silu" ? Activation::silu : Activation::gelu_tanh;
-    spec.qk_norm = get<bool>(dict, "qk_norm");
-    spec.post_norms = get<bool>(dict, "post_norms");
-    spec.attn_bias = get<bool>(dict, "attn_bias");
-    spec.attn_out_bias = get<bool>(dict, "attn_out_bias");
-    spec.ffn_bias = get<bool>(dict, "ffn_bias");
-    spec.tied_embeddings = get<bool>(dict, "tied_embeddings");
-    spec.embed_scale = get<float>(dict, "embed_scale");
-    spec.attn_softcap = get<float>(dict, "attn_softcap");
-    spec.logit_softcap = get<float>(dict, "logit_softcap");
-    return spec;
 }
 
 // The columns of `sampling`, held for as long as the draws point into them.
@@ -178,16 +117,19 @@ struct DrawColumns {
     }
 };
 
-bool is_f16(const std::string& kv_dtype) {
-    if (kv_dtype != "f16" && kv_dtype != "f32")
-        throw std::invalid_argument("kv_dtype must be f16 or f32, got " + kv_dtype);
-    return kv_dtype == "f16";
+KvType parse_kv_type(const std::string& name) {
+    if (name == "f32") return KvType::f32;
+    if (name == "f16") return KvType::f16;
+    if (name == "int8") return KvType::int8;
+    throw std::invalid_argument("kv_dtype must be f32, f16 or int8, got " + name);
 }
+
+using Groups = std::vector<std::vector<int>>;  // the layers that share a block
 
 class Model {
 public:
     Model(const nb::dict& spec, int threads, const std::string& isa, const std::string& weights)
-        : decoder_(decoder_spec(spec), threads, parse_isa(isa), weights) {}
+        : decoder_(spec_from_python(spec), threads, parse_isa(isa), weights) {}
 
     void set_tensor(const std::string& name, const std::string& type, const std::vector<std::int64_t>& shape,
                     const Array<std::uint8_t>& data) {
@@ -199,15 +141,16 @@ public:
 
     void finalize() { decoder_.finalize(); }
     std::size_t weight_bytes() const { return decoder_.weight_bytes(); }
-    std::size_t kv_block_bytes(int block_size, const std::string& kv_dtype) const {
-        return CacheShape(decoder_.spec(), 1, block_size, is_f16(kv_dtype)).block_bytes;
+    std::size_t kv_block_bytes(int block_size, const std::string& kv_dtype, const Groups& groups) const {
+        return CacheShape(decoder_.spec(), groups, 1, block_size, parse_kv_type(kv_dtype)).block_bytes;
     }
     std::size_t workspace_bytes(int max_rows, int max_samples) const {
         return decoder_.workspace_bytes(max_rows, max_samples);
     }
 
-    void reserve(int num_blocks, int block_size, const std::string& kv_dtype, int max_rows, int max_samples) {
-        const CacheShape cache(decoder_.spec(), num_blocks, block_size, is_f16(kv_dtype));
+    void reserve(int num_blocks, int block_size, const std::string& kv_dtype, const Groups& groups, int max_rows,
+                 int max_samples) {
+        const CacheShape cache(decoder_.spec(), groups, num_blocks, block_size, parse_kv_type(kv_dtype));
         nb::gil_scoped_release unlocked;
         const Busy busy(*this);
         decoder_.reserve(cache, max_rows, max_samples);
@@ -215,20 +158,26 @@ public:
         results_.reserve(max_samples);
     }
 
+    // The view keeps the memory alive, whatever becomes of the model.
+    nb::ndarray<nb::numpy, std::uint8_t> cache() const {
+        const std::shared_ptr<AlignedBuffer> memory = decoder_.cache_memory();
+        if (!memory) throw std::logic_error("cache() before reserve()");
+        const std::size_t bytes = decoder_.cache().block_bytes, shape[] = {memory->size() / bytes, bytes};
+        nb::capsule owner(new std::shared_ptr(memory),
+                          [](void* p) noexcept { delete static_cast<std::shared_ptr<AlignedBuffer>*>(p); });
+        return {memory->data(), 2, shape, owner};
+    }
+
     nb::dict step(const Array<std::int32_t>& tokens, const Array<std::int32_t>& positions,
                   const Array<std::int32_t>& item_rows, const Array<std::int32_t>& block_tables,
-                  const Array<std::int32_t>& table_offsets, const Matrix<std::int32_t>& block_ops,
-                  const nb::dict& sampling, bool return_logits) {
+                  const Array<std::int32_t>& table_offsets, const nb::dict& sampling, bool return_logits) {
         const Busy busy(*this);
         const DrawColumns columns(sampling);
-        if (block_ops.shape(1) != 3) throw std::invalid_argument("bad step: block_ops must be [O, 3]");
         if (columns.row.size() > static_cast<std::size_t>(decoder_.limits().max_samples))
             throw std::invalid_argument("bad step: more draws than were reserved");
         columns.fill(draws_);
-        const StepInput input{span(tokens),        span(positions),
-                              span(item_rows),     span(block_tables),
-                              span(table_offsets), {block_ops.data(), block_ops.size()},
-                              draws_};
+        const StepInput input{span(tokens),       span(positions),     span(item_rows),
+                              span(block_tables), span(table_offsets), draws_};
         check_step(input, decoder_.limits());
 
         std::size_t width = 0;
@@ -301,6 +250,35 @@ private:
     std::vector<DrawResult> results_;
 };
 
+// Tuples of numbers, end to end, and where each begins and ends. A step has tens of thousands of them, which would be
+// most of a step's Python if numpy went over them.
+nb::tuple join(const nb::list& tuples) {
+    const std::size_t count = tuples.size();
+    auto offsets = new_array<std::int32_t>(0, count + 1);
+    std::int64_t total = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (!PyTuple_Check(tuples[i].ptr())) throw nb::type_error("join() takes a list of tuples");
+        total += PyTuple_GET_SIZE(tuples[i].ptr());
+        if (total > INT32_MAX) throw std::invalid_argument("join(): too many numbers");
+        offsets.data()[i + 1] = static_cast<std::int32_t>(total);
+    }
+    auto values = new_array<std::int32_t>(0, total);
+    std::int32_t* next = values.data();
+    for (std::size_t i = 0; i < count; ++i) {
+        PyObject* tuple = tuples[i].ptr();
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tuple); ++k) {
+            PyObject* number = PyTuple_GET_ITEM(tuple, k);
+            if (!PyLong_Check(number)) throw nb::type_error("join() takes tuples of int");
+            int overflow = 0;
+            const long value = PyLong_AsLongAndOverflow(number, &overflow);
+            if (overflow != 0 || value < INT32_MIN || value > INT32_MAX)
+                throw std::invalid_argument("join(): a number does not fit 32 bits");
+            *next++ = static_cast<std::int32_t>(value);
+        }
+    }
+    return nb::make_tuple(values, offsets);
+}
+
 std::vector<std::string> isa_names() {
     std::vector<std::string> names;
     for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
@@ -349,6 +327,7 @@ nb::ndarray<nb::numpy, float> multiply(const Matrix<float>& x, const std::string
 NB_MODULE(_native, m) {
     using chairlift::Model;
     m.def("available_isas", &chairlift::isa_names);
+    m.def("join", &chairlift::join, "tuples"_a);
     m.def("dequantize", &chairlift::dequantize, "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert());
     m.def("matmul", &chairlift::multiply, "x"_a.noconvert(), "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert(),
           "weights"_a, "isa"_a, "threads"_a);
@@ -358,11 +337,12 @@ NB_MODULE(_native, m) {
         .def("set_tensor", &Model::set_tensor, "name"_a, "type"_a, "shape"_a, "data"_a.noconvert())
         .def("finalize", &Model::finalize)
         .def_prop_ro("weight_bytes", &Model::weight_bytes)
-        .def("kv_block_bytes", &Model::kv_block_bytes, "block_size"_a, "kv_dtype"_a)
+        .def("kv_block_bytes", &Model::kv_block_bytes, "block_size"_a, "kv_dtype"_a, "groups"_a)
         .def("workspace_bytes", &Model::workspace_bytes, "max_rows"_a, "max_samples"_a)
-        .def("reserve", &Model::reserve, "num_blocks"_a, "block_size"_a, "kv_dtype"_a, "max_rows"_a, "max_samples"_a)
+        .def("reserve", &Model::reserve, "num_blocks"_a, "block_size"_a, "kv_dtype"_a, "groups"_a, "max_rows"_a,
+             "max_samples"_a)
+        .def("cache", &Model::cache)
         .def("step", &Model::step, "tokens"_a.noconvert(), "positions"_a.noconvert(), "item_rows"_a.noconvert(),
-             "block_tables"_a.noconvert(), "table_offsets"_a.noconvert(), "block_ops"_a.noconvert(), "sampling"_a,
-             "return_logits"_a = false)
+             "block_tables"_a.noconvert(), "table_offsets"_a.noconvert(), "sampling"_a, "return_logits"_a = false)
         .def("profile", &Model::profile, "reset"_a = false);
 }

@@ -68,14 +68,33 @@ void map_pages([[maybe_unused]] std::stop_token stop, [[maybe_unused]] std::uint
 
 }  // namespace
 
-CacheShape::CacheShape(const DecoderSpec& spec, int num_blocks, int block_size, bool f16)
-    : num_blocks(num_blocks), block_size(block_size), f16(f16) {
+CacheShape::CacheShape(const DecoderSpec& spec, const std::vector<std::vector<int>>& groups, int num_blocks,
+                       int block_size, KvType kv)
+    : num_blocks(num_blocks), block_size(block_size), kv(kv), group_of(spec.num_layers, -1), slot_of(spec.num_layers) {
     if (num_blocks < 1) throw std::invalid_argument("num_blocks must be at least 1");
     if (block_size < 1 || block_size > 1 << 16) throw std::invalid_argument("block_size must be from 1 to 65536");
-    vector_bytes = static_cast<std::size_t>(spec.head_dim) * (f16 ? 2 : 4);
+    std::size_t slots = 0;
+    for (const std::vector<int>& layers : groups) {
+        int window = layers.empty() ? 0 : 1;
+        for (std::size_t slot = 0; slot < layers.size(); ++slot) {
+            const int layer = layers[slot];
+            if (layer < 0 || layer >= spec.num_layers || group_of[layer] >= 0)
+                throw std::invalid_argument("groups must name each layer once, got layer " + std::to_string(layer));
+            group_of[layer] = static_cast<int>(windows.size());
+            slot_of[layer] = static_cast<int>(slot);
+            const int own = spec.layer_windows[layer];
+            window = own == 0 || window == 0 ? 0 : std::max(window, own);
+        }
+        windows.push_back(window);
+        slots = std::max(slots, layers.size());
+    }
+    if (std::count(group_of.begin(), group_of.end(), -1) > 0)
+        throw std::invalid_argument("groups must name each layer once, and some layers are missing");
+    const std::size_t number_bytes = kv == KvType::f32 ? 4 : kv == KvType::f16 ? 2 : 1;
+    vector_bytes = spec.head_dim * number_bytes + (kv == KvType::int8 ? sizeof(float) : 0);
     head_bytes = vector_bytes * block_size;
     layer_bytes = 2 * head_bytes * spec.num_kv_heads;
-    block_bytes = layer_bytes * spec.num_layers;
+    block_bytes = layer_bytes * slots;
 }
 
 struct Decoder::Layout {
@@ -166,13 +185,13 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     cache_memory_ = {};
     workspace_ = {};
     const Layout layout(*this, max_rows);
-    cache_memory_ = AlignedBuffer(cache.block_bytes * cache.num_blocks);
+    cache_memory_ = std::make_shared<AlignedBuffer>(cache.block_bytes * cache.num_blocks);
     workspace_ = AlignedBuffer(layout.size);
     activations_ = ActBuffer(max_rows, layout.most_cols);
-    ask_for_huge_pages(cache_memory_);
+    ask_for_huge_pages(*cache_memory_);
     ask_for_huge_pages(workspace_);
     std::memset(workspace_.data(), 0, workspace_.size());
-    page_mapper_ = std::jthread(map_pages, cache_memory_.data(), cache_memory_.size());
+    page_mapper_ = std::jthread(map_pages, cache_memory_->data(), cache_memory_->size());
     auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(workspace_.data() + offset); };
     x_ = at(layout.x);
     y_ = at(layout.y);
@@ -199,8 +218,11 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     cache_ = cache;
     attention_shape_.block_size = cache.block_size;
     attention_shape_.block_bytes = cache.block_bytes;
-    attention_shape_.f16 = cache.f16;
-    limits_ = {spec_.vocab_size, spec_.max_positions, cache.num_blocks, cache.block_size, max_rows, max_samples};
+    attention_shape_.table_stride = static_cast<int>(cache.windows.size());
+    attention_shape_.kv = cache.kv;
+    attention_shape_.vector_bytes = cache.vector_bytes;
+    limits_ = {spec_.vocab_size, spec_.max_positions, cache.num_blocks, cache.block_size,
+               cache.windows,    max_rows,            max_samples};
 }
 
 // Divides the rows into runs for attention. How finely does not change any bit, only how well the threads are used.

@@ -25,19 +25,25 @@
 
 namespace chairlift {
 
-// The KV cache. A block holds all layers, so that copying it is one run of bytes:
-// [block][layer][key, value][kv head][slot][head_dim].
+// The KV cache. The layers are divided into groups, and a block holds some positions for the layers of one group, so that
+// a group whose layers have a window gives blocks back as it passes. All groups draw from one pool, and copying a block
+// is one run of bytes: [block][layer of the group][key, value][kv head][position][head_dim].
 struct CacheShape {
     int num_blocks = 0;
     int block_size = 0;
-    bool f16 = true;
+    KvType kv = KvType::f16;
+    std::vector<int> windows;      // of each group: the widest of its layers', 0 if one of them sees everything
+    std::vector<int> group_of;     // of each layer
+    std::vector<int> slot_of;      // which of the group's layers it is
     std::size_t vector_bytes = 0;  // head_dim values
     std::size_t head_bytes = 0;
     std::size_t layer_bytes = 0;   // keys, then values
     std::size_t block_bytes = 0;
 
     CacheShape() = default;
-    CacheShape(const DecoderSpec& spec, int num_blocks, int block_size, bool f16);
+    // `groups` names each layer once. Throws std::invalid_argument.
+    CacheShape(const DecoderSpec& spec, const std::vector<std::vector<int>>& groups, int num_blocks, int block_size,
+               KvType kv);
 };
 
 struct StepOutput {
@@ -70,6 +76,8 @@ public:
     void step(const StepInput& input, const StepOutput& output);
 
     const StepLimits& limits() const { return limits_; }
+    const CacheShape& cache() const { return cache_; }
+    std::shared_ptr<AlignedBuffer> cache_memory() const { return cache_memory_; }
     Profile profile;
 
 private:
@@ -103,7 +111,8 @@ private:
     CacheShape cache_;
     StepLimits limits_;
     AttentionShape attention_shape_;
-    AlignedBuffer cache_memory_, workspace_;
+    std::shared_ptr<AlignedBuffer> cache_memory_;
+    AlignedBuffer workspace_;
     std::jthread page_mapper_;  // works on cache_memory_, so it goes first
     ActBuffer activations_;
     Rope rope_, rope_local_;

@@ -33,7 +33,6 @@ struct Decoder::Pass {
     const int qkv = q + 2 * kv;
 
     void run(int thread) {
-        copy_blocks(thread);
         begin_rows();
         end_phase(thread, d.profile.other);
         for (int layer = 0; layer < spec.num_layers && rows > 0; ++layer) {
@@ -59,17 +58,6 @@ struct Decoder::Pass {
         pool.for_each_piece(count, std::max(1, count / (4 * pool.size())), [&](std::int64_t begin, std::int64_t end) {
             for (int row = static_cast<int>(begin); row < end; ++row) body(row);
         });
-    }
-
-    // Each thread does its slice of every copy, in the order of the ops, so that no copy waits for another.
-    void copy_blocks(int thread) {
-        const std::size_t bytes = d.cache_.block_bytes;
-        const std::size_t begin = bytes * thread / pool.size(), end = bytes * (thread + 1) / pool.size();
-        for (std::size_t i = 0; i < input.block_ops.size(); i += 3) {
-            const std::uint8_t* source = d.cache_memory_.data() + input.block_ops[i + 1] * bytes;
-            std::uint8_t* destination = d.cache_memory_.data() + input.block_ops[i + 2] * bytes;
-            if (source != destination) std::memcpy(destination + begin, source + begin, end - begin);
-        }
     }
 
     // Embeddings, and the angles of the rotary embedding.
@@ -188,25 +176,36 @@ struct Decoder::Pass {
         }
         const CacheShape& cache = d.cache_;
         const int position = input.positions[row];
-        const int block = input.block_tables[input.table_offsets[item] + position / cache.block_size];
-        std::uint8_t* slot = d.cache_memory_.data() + block * cache.block_bytes + layer * cache.layer_bytes +
-                             position % cache.block_size * cache.vector_bytes;
+        const int block = table_of(item, layer)[position / cache.block_size * d.attention_shape_.table_stride];
+        std::uint8_t* slot = d.cache_memory_->data() + block * cache.block_bytes +
+                             cache.slot_of[layer] * cache.layer_bytes + position % cache.block_size * cache.vector_bytes;
         for (int head = 0; head < 2 * spec.num_kv_heads; ++head)  // all keys, then all values, as in the row
             store_vector(heads + q + std::size_t(head) * spec.head_dim, slot + head * cache.head_bytes);
     }
 
+    // The item's first block of the layer's group; its others follow in strides.
+    const std::int32_t* table_of(int item, int layer) const {
+        return input.block_tables.data() + input.table_offsets[item] + d.cache_.group_of[layer];
+    }
+
     void store_vector(const float* values, std::uint8_t* stored) const {
-        if (d.cache_.f16)
-            d.rows_.to_f16(values, spec.head_dim, reinterpret_cast<std::uint16_t*>(stored));
-        else
-            std::memcpy(stored, values, d.cache_.vector_bytes);
+        switch (d.cache_.kv) {
+            case KvType::f32: std::memcpy(stored, values, d.cache_.vector_bytes); break;
+            case KvType::f16:
+                d.rows_.to_f16(values, spec.head_dim, reinterpret_cast<std::uint16_t*>(stored));
+                break;
+            case KvType::int8:
+                float scale;
+                d.rows_.to_int8(values, spec.head_dim, reinterpret_cast<std::int8_t*>(stored), &scale);
+                std::memcpy(stored + spec.head_dim, &scale, sizeof scale);
+        }
     }
 
     void attend(int thread, int layer) {
         const CacheShape& cache = d.cache_;
         const int kv_heads = spec.num_kv_heads;
         float* scratch = d.scratch_ + d.scratch_stride_ * thread;
-        const std::uint8_t* keys = d.cache_memory_.data() + layer * cache.layer_bytes;
+        const std::uint8_t* keys = d.cache_memory_->data() + cache.slot_of[layer] * cache.layer_bytes;
         pool.for_each_piece(std::int64_t(d.runs_.size()) * kv_heads, 1, [&](std::int64_t index, std::int64_t) {
             const RowRun& run = d.runs_[index / kv_heads];
             const std::size_t head = index % kv_heads, head_floats = head * spec.group() * spec.head_dim;
@@ -216,7 +215,7 @@ struct Decoder::Pass {
             unit.rows = run.rows;
             unit.first_position = input.positions[run.row];
             unit.window = spec.layer_windows[layer];
-            unit.table = input.block_tables.data() + input.table_offsets[run.item];
+            unit.table = table_of(run.item, layer);
             unit.keys = keys + head * cache.head_bytes;
             unit.values = unit.keys + kv_heads * cache.head_bytes;
             d.attention_.attend(d.attention_shape_, unit, scratch);

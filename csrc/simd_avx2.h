@@ -26,6 +26,15 @@ CHAIRLIFT_INLINE f32x8 load_bf16(const std::uint16_t* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
 }
 
+CHAIRLIFT_INLINE f32x8 load_i8(const std::int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+CHAIRLIFT_INLINE void store_i8(std::int8_t* p, f32x8 a) {
+    const __m256i wide = _mm256_cvtps_epi32(a.v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+
 CHAIRLIFT_INLINE f32x8 operator+(f32x8 a, f32x8 b) { return {_mm256_add_ps(a.v, b.v)}; }
 CHAIRLIFT_INLINE f32x8 operator-(f32x8 a, f32x8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
 CHAIRLIFT_INLINE f32x8 operator*(f32x8 a, f32x8 b) { return {_mm256_mul_ps(a.v, b.v)}; }

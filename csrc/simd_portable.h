@@ -66,6 +66,11 @@ CHAIRLIFT_INLINE f32x8 load_bf16(const std::uint16_t* p) {
     return {as_float(load_u16x4(p) << 16), as_float(load_u16x4(p + 4) << 16)};
 }
 
+CHAIRLIFT_INLINE f32x8 load_i8(const std::int8_t* p) {
+    const i32x4_t lo = {p[0], p[1], p[2], p[3]}, hi = {p[4], p[5], p[6], p[7]};
+    return {__builtin_convertvector(lo, f32x4_t), __builtin_convertvector(hi, f32x4_t)};
+}
+
 CHAIRLIFT_INLINE f32x8 operator+(f32x8 a, f32x8 b) { return {a.lo + b.lo, a.hi + b.hi}; }
 CHAIRLIFT_INLINE f32x8 operator-(f32x8 a, f32x8 b) { return {a.lo - b.lo, a.hi - b.hi}; }
 CHAIRLIFT_INLINE f32x8 operator*(f32x8 a, f32x8 b) { return {a.lo * b.lo, a.hi * b.hi}; }
@@ -85,6 +90,11 @@ CHAIRLIFT_INLINE f32x8 abs(f32x8 a) {
 }
 // Adding and taking away 1.5 * 2^23 rounds to an integer; right for |x| < 2^22.
 CHAIRLIFT_INLINE f32x8 round_even(f32x8 a) { return (a + broadcast(12582912.0f)) - broadcast(12582912.0f); }
+CHAIRLIFT_INLINE void store_i8(std::int8_t* p, f32x8 a) {
+    float lanes[8];
+    store(lanes, round_even(a));
+    for (int i = 0; i < 8; i++) p[i] = static_cast<std::int8_t>(lanes[i]);
+}
 CHAIRLIFT_INLINE f32x8 exp2i(f32x8 a) {
     // In 1.5 * 2^23 + x the integer x stands in the lowest bits.
     const f32x8 shifted = a + broadcast(12582912.0f + 127.0f);
@@ -133,11 +143,7 @@ CHAIRLIFT_INLINE i8x32 broadcast_quad(const std::int8_t* p) {
 }
 // 32 floats within -127.5..127.5, in order, rounded to nearest even.
 CHAIRLIFT_INLINE void store_rounded(std::int8_t* p, const f32x8 (&x)[4]) {
-    for (int i = 0; i < 4; i++) {
-        float lanes[8];
-        store(lanes, round_even(x[i]));
-        for (int j = 0; j < 8; j++) p[8 * i + j] = static_cast<std::int8_t>(lanes[j]);
-    }
+    for (int i = 0; i < 4; i++) store_i8(p + 8 * i, x[i]);
 }
 CHAIRLIFT_INLINE i8x32 low_nibbles(i8x32 a) { return {a.lo & 0x0f0f, a.hi & 0x0f0f}; }
 CHAIRLIFT_INLINE i8x32 high_nibbles(i8x32 a) { return low_nibbles({a.lo >> 4, a.hi >> 4}); }

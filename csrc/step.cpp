@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention.h"
+
 namespace chairlift {
 
 namespace {
@@ -19,6 +21,15 @@ void check_all(const char* name, std::span<const std::int32_t> values, std::int6
     for (std::int32_t value : values) check_range(name, value, end);
 }
 
+// Where a row of the item reads or writes, there is a block.
+void check_blocks(const StepInput& input, const StepLimits& limits, int item, int group) {
+    const int first = input.positions[input.item_rows[item]], last = input.positions[input.item_rows[item + 1] - 1];
+    const std::int32_t* table = input.block_tables.data() + input.table_offsets[item];
+    const int from = first_in_view(first, limits.windows[group]) / limits.block_size;
+    for (std::int64_t i = from; i <= last / limits.block_size; ++i)
+        check_range("block", table[i * limits.windows.size() + group], limits.num_blocks);
+}
+
 void check_item(const StepInput& input, const StepLimits& limits, int item) {
     const int first = input.item_rows[item], last = input.item_rows[item + 1] - 1;
     if (last < first) fail("item " + std::to_string(item) + " has no rows");
@@ -27,20 +38,16 @@ void check_item(const StepInput& input, const StepLimits& limits, int item) {
         if (input.positions[row] != input.positions[row - 1] + 1)
             fail("the positions of item " + std::to_string(item) + " are not consecutive");
     check_range("position", input.positions[last], limits.max_positions);
-    const std::int64_t room =
-        std::int64_t{input.table_offsets[item + 1] - input.table_offsets[item]} * limits.block_size;
+    const auto groups = static_cast<std::int64_t>(limits.windows.size());
+    const std::int64_t entries = input.table_offsets[item + 1] - input.table_offsets[item];
+    if (entries % groups != 0)
+        fail("the block table of item " + std::to_string(item) + " has " + std::to_string(entries) +
+             " entries, which is no multiple of the " + std::to_string(groups) + " groups");
+    const std::int64_t room = entries / groups * limits.block_size;
     if (input.positions[last] >= room)
         fail("the block table of item " + std::to_string(item) + " holds " + std::to_string(room) +
              " positions, and position " + std::to_string(input.positions[last]) + " is computed");
-}
-
-void check_ops(std::span<const std::int32_t> ops, const StepLimits& limits) {
-    if (ops.size() % 3 != 0) fail("block_ops must be [O, 3]");
-    for (std::size_t i = 0; i < ops.size(); i += 3) {
-        if (ops[i] != 0) fail("block op of kind " + std::to_string(ops[i]) + "; only copies (0) can be done");
-        check_range("block op source", ops[i + 1], limits.num_blocks);
-        check_range("block op destination", ops[i + 2], limits.num_blocks);
-    }
+    for (int group = 0; group < groups; ++group) check_blocks(input, limits, item, group);
 }
 
 void check_draw(const Draw& draw, const StepInput& input, const StepLimits& limits) {
@@ -87,9 +94,7 @@ void check_step(const StepInput& input, const StepLimits& limits) {
     check_offsets("item_rows", input.item_rows, items, rows);
     check_offsets("table_offsets", input.table_offsets, items, input.block_tables.size());
     check_all("token", input.tokens, limits.vocab_size);
-    check_all("block", input.block_tables, limits.num_blocks);
     for (int item = 0; item < input.items(); ++item) check_item(input, limits, item);
-    check_ops(input.block_ops, limits);
     for (const Draw& draw : input.draws) check_draw(draw, input, limits);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "sampler.h"
 
@@ -11,8 +12,7 @@ namespace chairlift {
 struct StepInput {
     std::span<const std::int32_t> tokens, positions;             // [T], item after item
     std::span<const std::int32_t> item_rows;                     // [I + 1] row range of each item
-    std::span<const std::int32_t> block_tables, table_offsets;   // [...], [I + 1] range of each item's table
-    std::span<const std::int32_t> block_ops;                     // [O * 3] kind, source, destination
+    std::span<const std::int32_t> block_tables, table_offsets;   // [...], [I + 1] range of each item's table; -1: no block
     std::span<const Draw> draws;                                 // [S]
 
     int rows() const { return static_cast<int>(tokens.size()); }
@@ -24,6 +24,7 @@ struct StepLimits {
     int max_positions = 0;
     int num_blocks = 0;
     int block_size = 0;
+    std::vector<int> windows;  // of each group of layers; 0: all of the context
     int max_rows = 0;
     int max_samples = 0;
 };

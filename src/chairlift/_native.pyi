@@ -1,5 +1,6 @@
 """The C++ core: kernels, the decoder's forward pass over a paged KV cache, and the sampler."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,14 @@ from numpy.typing import NDArray
 
 def available_isas() -> list[str]:
     """Instruction sets this processor can run, best first, e.g. ["avx2", "portable"]."""
+
+__file__: str
+
+def join(tuples: list[tuple[int, ...]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The numbers of all tuples, end to end, and the len(tuples) + 1 offsets of their beginnings.
+
+    TypeError for anything but tuples of int, ValueError for a number that does not fit 32 bits.
+    """
 
 def dequantize(type: str, rows: int, cols: int, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """[rows, cols] float32 values of a stored tensor (any TensorType)."""
@@ -37,13 +46,28 @@ class Model:
 
     @property
     def weight_bytes(self) -> int: ...
-    def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Bytes of one KV block over all layers, K and V; kv_dtype is "f16" or "f32"."""
+    def kv_block_bytes(self, block_size: int, kv_dtype: str, groups: Sequence[Sequence[int]]) -> int:
+        """Bytes of one KV block; kv_dtype is "f32", "f16" or "int8", and the arguments are those of `reserve`."""
 
     def workspace_bytes(self, max_rows: int, max_samples: int) -> int: ...
-    def reserve(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int, max_samples: int) -> None:
+    def reserve(
+        self,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: str,
+        groups: Sequence[Sequence[int]],
+        max_rows: int,
+        max_samples: int,
+    ) -> None:
         """Allocates the KV cache, whose pages a thread in the background maps, and the workspace. A step allocates only
-        its results."""
+        its results.
+
+        groups: the layers of each group, each layer once. A block holds block_size positions, K and V, for the layers
+        of one group; the largest group decides its size. A group sees as far back as the widest window of its layers.
+        """
+
+    def cache(self) -> NDArray[np.uint8]:
+        """The KV cache itself, [num_blocks, block_bytes], not a copy. Not to be touched during a step."""
 
     def step(
         self,
@@ -52,14 +76,14 @@ class Model:
         item_rows: NDArray[np.int32],
         block_tables: NDArray[np.int32],
         table_offsets: NDArray[np.int32],
-        block_ops: NDArray[np.int32],
         sampling: dict[str, NDArray[Any]],
         return_logits: bool = False,
     ) -> dict[str, NDArray[Any]]:
-        """One model step, GIL released: block ops in order, forward pass, sampling.
+        """One model step, GIL released: forward pass and sampling.
 
         tokens, positions [T]: all rows, item after item. item_rows [I+1]: row range of each item.
-        block_tables: all items' tables, item i's at table_offsets[i]..[i+1]. block_ops [O, 3]: kind, src, dst.
+        block_tables: all items' tables, item i's at table_offsets[i]..[i+1]. With G groups, position p of group g lives
+        in entry p // block_size * G + g; entries before a window, and past the last row, may be anything.
         sampling: S draws; any number may share a row. Arrays:
             row i32[S] (row of T), forced i32[S] (>= 0: only score this token, draw nothing), seed u64[S],
             index i32[S], position i32[S] (of the token to be drawn), temperature f32[S], top_k i32[S], top_p f32[S],

@@ -11,7 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from chairlift import _native
-from chairlift.models.spec import DecoderSpec, RopeSpec, Tensor
+from chairlift.core.plan import StepItem
+from chairlift.core.request import SamplingParams, SequenceInfo
+from chairlift.models.spec import Checkpoint, DecoderSpec, RopeSpec, Tensor
+from chairlift.runners.groups import KVGroups
 
 LLAMA = DecoderSpec(
     family="llama",
@@ -205,12 +208,17 @@ def sampling_arrays(draws: Sequence[dict[str, Any]]) -> dict[str, NDArray[Any]]:
 
 @dataclasses.dataclass
 class Item:
-    """Tokens of one sequence to compute, and the draws from its last row (by default one, greedy)."""
+    """Tokens of one sequence to compute, and the draws from its last row (by default one, greedy).
+
+    ``table`` is the block table, or for a model of G groups may be a G-th of it: then number b stands for the blocks
+    b * G .. b * G + G - 1.
+    """
 
     tokens: Sequence[int]
     start: int
     table: Sequence[int]
     draws: Sequence[dict[str, Any]] = ({},)
+    whole: bool = False  # the table is complete
 
 
 @dataclasses.dataclass
@@ -221,8 +229,13 @@ class TinyModel:
     spec: DecoderSpec
     weights: dict[str, NDArray[np.float32]]
     block_size: int
+    groups: KVGroups
 
-    def arrays(self, items: Sequence[Item], ops: Sequence[tuple[int, int, int]] = ()) -> dict[str, Any]:
+    def table(self, item: Item) -> list[int]:
+        count = 1 if item.whole else len(self.groups.windows)
+        return [block * count + i for block in item.table for i in range(count)]
+
+    def arrays(self, items: Sequence[Item]) -> dict[str, Any]:
         rows = np.cumsum([0, *(len(item.tokens) for item in items)]).astype(np.int32)
         draws = [
             {"row": end - 1, "position": item.start + len(item.tokens), **draw}
@@ -233,14 +246,13 @@ class TinyModel:
             "tokens": np.array([token for item in items for token in item.tokens], np.int32),
             "positions": np.array([item.start + i for item in items for i in range(len(item.tokens))], np.int32),
             "item_rows": rows,
-            "block_tables": np.array([block for item in items for block in item.table], np.int32),
-            "table_offsets": np.cumsum([0, *(len(item.table) for item in items)]).astype(np.int32),
-            "block_ops": np.array(ops, np.int32).reshape(len(ops), 3),
+            "block_tables": np.array([block for item in items for block in self.table(item)], np.int32),
+            "table_offsets": np.cumsum([0, *(len(self.table(item)) for item in items)]).astype(np.int32),
             "sampling": sampling_arrays(draws),
         }
 
-    def step(self, items: Sequence[Item], ops: Sequence[tuple[int, int, int]] = ()) -> dict[str, NDArray[Any]]:
-        return self.model.step(**self.arrays(items, ops), return_logits=True)
+    def step(self, items: Sequence[Item]) -> dict[str, NDArray[Any]]:
+        return self.model.step(**self.arrays(items), return_logits=True)
 
     def every_row(self, tokens: Sequence[int], table: Sequence[int], chunk: int = 10**9) -> NDArray[np.float32]:
         """[T, vocab] logits of a sequence computed in chunks."""
@@ -257,7 +269,10 @@ Build = Callable[..., TinyModel]
 
 @pytest.fixture(scope="session")
 def build() -> Build:
-    """Makes a `TinyModel`: of a named spec, with f32 or q8_0 weights, f32 or f16 KV, and sizes as given."""
+    """Makes a `TinyModel`: of a named spec, with f32 or q8_0 weights, KV of any type, and sizes as given.
+
+    ``num_blocks`` are those of each group of layers.
+    """
 
     def make(
         name: str = "llama",
@@ -270,6 +285,7 @@ def build() -> Build:
         max_rows: int = 256,
         isa: str = "auto",
         weights: dict[str, NDArray[np.float32]] | None = None,
+        groups: KVGroups | None = None,
     ) -> TinyModel:
         spec = SPECS[name]
         values = dict(weights or random_tensors(spec))
@@ -280,8 +296,9 @@ def build() -> Build:
             if tensor.type == "q8_0":
                 values[key] = _native.dequantize("q8_0", *tensor.shape, tensor.data)
         model.finalize()
-        model.reserve(num_blocks, block_size, kv, max_rows, 2 * max_rows)
-        return TinyModel(model, spec, values, block_size)
+        groups = groups or KVGroups.of(spec)
+        model.reserve(num_blocks * len(groups.windows), block_size, kv, groups.layers, max_rows, 2 * max_rows)
+        return TinyModel(model, spec, values, block_size, groups)
 
     return make
 
@@ -304,6 +321,37 @@ def specs() -> dict[str, DecoderSpec]:
 @pytest.fixture(scope="session")
 def tensors() -> Callable[..., dict[str, NDArray[np.float32]]]:
     return random_tensors
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    """Of the spec "llama", with f32 weights."""
+    return tiny_checkpoint_of("llama")
+
+
+@pytest.fixture(scope="session")
+def windowed_checkpoint() -> Checkpoint:
+    """Of the spec "gemma", whose layers have windows of 5, 40 and 7 positions, and one none."""
+    return tiny_checkpoint_of("gemma")
+
+
+def tiny_checkpoint_of(name: str) -> Checkpoint:
+    spec = SPECS[name]
+    return Checkpoint("tiny", spec, {key: as_tensor(values) for key, values in random_tensors(spec).items()})
+
+
+@pytest.fixture(scope="session")
+def step_item() -> Callable[..., StepItem]:
+    """Makes an item of one greedy token to draw, unless told otherwise: fields of the item, or of its sequence."""
+
+    def make(tokens: Sequence[int], start: int = 0, params: SamplingParams | None = None, **given: Any) -> StepItem:
+        params = params or SamplingParams(temperature=0.0)
+        sequence: dict[str, Any] = {"index": 0, "seed": 7, "num_prompt": 50, "num_logprobs": params.logprobs}
+        sequence |= {name: given.pop(name) for name in (*sequence, "stop_ids") if name in given}
+        fields: dict[str, Any] = {"block_table": tuple(range(16)), "num_samples": 1} | given
+        return StepItem(SequenceInfo("a", params=params, **sequence), start, tuple(tokens), **fields)
+
+    return make
 
 
 @pytest.fixture(scope="session")

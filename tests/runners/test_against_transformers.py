@@ -22,7 +22,7 @@ from gguf.quants import dequantize
 from chairlift import _native
 from chairlift.config import EngineConfig
 from chairlift.core.plan import StepItem, StepPlan
-from chairlift.core.request import SamplingParams
+from chairlift.core.request import SamplingParams, SequenceInfo
 from chairlift.models import load_checkpoint, load_tokenizer
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import Checkpoint, DecoderSpec
@@ -57,7 +57,7 @@ class Tap:
 
 
 class Native:
-    """A started runner, and steps made by hand. Sequence i has its own blocks, scattered over the cache."""
+    """A started runner, and steps made by hand. Blocks come from all over the cache, and go back when windows pass."""
 
     def __init__(
         self, checkpoint: Checkpoint, *, rows: int, seqs: int, length: int, weights: str = "f32", isa: str = "auto"
@@ -74,24 +74,39 @@ class Native:
             isa=isa,
         )
         self.runner = NativeRunner(checkpoint, config)
-        blocks = self.runner.start().num_blocks
-        each = -(-length // BLOCK)
+        capacity = self.runner.start()
         self._tap = Tap(self.runner._model)
         self.runner._model = self._tap  # type: ignore[assignment]
-        self._tables = np.random.default_rng(0).permutation(blocks)[: seqs * each].reshape(seqs, each).tolist()
+        self._windows = capacity.windows
+        self._free = np.random.default_rng(0).permutation(capacity.num_blocks).tolist()
+        self._tables: list[list[int]] = [[] for _ in range(seqs)]
+
+    def _table(self, i: int, start: int, end: int) -> tuple[int, ...]:
+        """Sequence i's block table for positions start..end, with -1 for what they do not see."""
+        groups, table = len(self._windows), self._tables[i]
+        if start == 0:
+            self._free += [block for block in table if block >= 0]
+            table.clear()
+        table += [-1] * (-(-end // BLOCK) * groups - len(table))
+        for at, block in enumerate(table):
+            window = self._windows[at % groups]
+            passed = window > 0 and (at // groups + 1) * BLOCK <= start - window + 1
+            if passed and block >= 0:
+                self._free.insert(0, block)
+                table[at] = -1
+            elif not passed and block < 0:
+                table[at] = self._free.pop()
+        return tuple(table)
 
     def item(self, i: int, tokens: Sequence[int], start: int, *, samples: int = 0, score: bool = False) -> StepItem:
         """Sequence i's next tokens; ``score`` asks for the logits of each (the targets themselves do not matter)."""
+        end = start + len(tokens)
         return StepItem(
-            request_id=str(i),
-            index=0,
-            start=start,
-            token_ids=tuple(tokens),
-            block_table=tuple(self._tables[i]),
-            num_samples=samples,
-            params=SamplingParams(temperature=0.0),
-            seed=0,
-            num_prompt=start + len(tokens),
+            SequenceInfo(str(i), 0, SamplingParams(temperature=0.0), seed=0, num_prompt=end),
+            start,
+            tuple(tokens),
+            self._table(i, start, end),
+            samples,
             prompt_targets=tuple(tokens) if score else (),
         )
 

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift import _native
+from chairlift.runners.groups import KVGroups
+
 SAMPLED = {"temperature": 0.9, "seed": 77, "num_logprobs": 3, "top_p": 0.95}
 LENGTH = 75
 VARIANTS = [("llama", False), ("llama", True), ("gemma", False), ("gemma", True), ("odd", False)]
@@ -69,7 +72,7 @@ def alone(build: Any, item: Any) -> Any:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("chunks", [[LENGTH], [3], [7, 1], [16], [40, 2]], ids=str)
-@pytest.mark.parametrize("kv", ["f32", "f16"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 @pytest.mark.parametrize(("name", "quantized"), VARIANTS)
 def test_chunks_and_threads(
     build: Any, item: Any, alone: Any, name: str, quantized: bool, kv: str, chunks: list[int], threads: int
@@ -79,6 +82,56 @@ def test_chunks_and_threads(
     tiny = build(name, quantized=quantized, kv=kv, threads=threads)
     assert compute(tiny, item, tokens, [9, 3, 30, 1, 22], chunks) == expected
     assert compute(tiny, item, tokens, [9, 3, 30, 1, 22], chunks, others=7) == expected
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "odd"])
+def test_instruction_sets(build: Any, item: Any, name: str, kv: str, isa: str) -> None:
+    """C1 for each one's kernels: in chunks, which widen stored numbers first, and in decodes, which do not."""
+    one, many = (build(name, kv=kv, isa=isa, threads=threads) for threads in (1, 2))
+    tokens = random_tokens(one.spec.vocab_size, LENGTH, seed=6)
+    expected = compute(one, item, tokens, list(range(5)), [1])
+    for chunks in ([LENGTH], [7, 1]):
+        assert compute(many, item, tokens, [4, 2, 0, 1, 3], chunks, others=2) == expected
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("chunks", [[1], [11], [7, 1], [40, 2]], ids=str)
+def test_groups_of_layers(build: Any, item: Any, kv: str, chunks: list[int]) -> None:
+    """The same bits whether all layers share blocks or each group has its own and loses them as its window passes."""
+    spec = build("gemma").spec
+    together = build("gemma", kv=kv, groups=KVGroups((0,), (tuple(range(spec.num_layers)),)))
+    apart = build("gemma", kv=kv, block_size=4)
+    tokens = random_tokens(spec.vocab_size, LENGTH, seed=5)
+    expected = compute(together, item, tokens, list(range(5)), chunks)
+    assert apart.groups.windows == (0, 5, 7, 40)
+    assert forgetful(apart, item, tokens, chunks) == expected
+
+
+def forgetful(tiny: Any, item: Any, tokens: list[int], chunks: list[int]) -> list[bytes]:
+    """`compute` with blocks taken as they are needed, and filled with NaN and given back as soon as windows allow."""
+    windows, cache, size = tiny.groups.windows, tiny.model.cache(), tiny.block_size
+    free = np.random.default_rng(3).permutation(len(cache)).tolist()
+    cache[:] = 255
+    rows: list[list[bytes]] = []
+    table: list[int] = []
+    start, turn = 0, 0
+    while start < len(tokens):
+        piece = tokens[start : start + chunks[turn % len(chunks)]]
+        while len(table) * size < (start + len(piece)) * len(windows):
+            table += [free.pop() for _ in windows]
+        for at, block in enumerate(table):
+            window = windows[at % len(windows)]
+            if block >= 0 and window and (at // len(windows) + 1) * size <= start - window + 1:
+                cache[block] = 255
+                free.append(block)
+                table[at] = -1
+        draws = [{"row_in_item": i, **SAMPLED, "position": start + i + 1} for i in range(len(piece))]
+        rows += run(tiny, [item(piece, start, list(table), draws, whole=True)], piece)
+        start, turn = start + len(piece), turn + 1
+    assert -1 in table
+    return [part for row in rows for part in row]
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 32])

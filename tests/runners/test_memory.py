@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ import pytest
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigError
 from chairlift.runners import memory
+from chairlift.runners.groups import KVGroups
 from chairlift.runners.memory import available_cpus, available_memory, batch_tokens, plan_memory
 
 MIB = 2**20
+FULL = KVGroups(windows=(0,), layers=((0, 1),))
 BLOCK = MIB  # one block of 16 tokens takes 1 MiB in these tests
 
 
 def divide(
     config: EngineConfig, *, free: int = 1000 * MIB, max_positions: int = 4096, **given: Any
 ) -> memory.MemoryPlan:
-    sizes = {"weights": 100 * MIB, "block_bytes": BLOCK, "workspace": lambda rows: rows * 1024} | given
+    sizes: dict[str, Any] = {"weights": 100 * MIB, "block_bytes": BLOCK, "workspace": lambda rows: rows * 1024}
+    sizes |= {"groups": FULL} | given
     return plan_memory(config, max_positions=max_positions, free=free, **sizes)
 
 
@@ -59,6 +63,67 @@ def test_context_shrinks_to_the_pool() -> None:
     assert divide(EngineConfig(), free=200 * MIB).max_model_len == 79 * 16
 
 
+def test_windows_leave_room_for_longer_contexts() -> None:
+    """Layers with a window take as many blocks as it needs, however long the context; the rest of it needs one more."""
+    groups = KVGroups(windows=(0, 64, 64, 64), layers=((0,), (1,), (2,), (3,)))
+    config = EngineConfig(kv_cache_memory="100MiB", max_num_batched_tokens=32)
+    windowed = divide(config, groups=groups)
+    # 64 positions begin and end anywhere in 5 blocks, and the chunk takes 2.
+    assert windowed.max_model_len == (100 - 3 * 7) * 16
+    every = KVGroups(windows=(0,) * 4, layers=groups.layers)
+    assert divide(config, groups=every).max_model_len == 100 // 4 * 16
+    with pytest.raises(ConfigError, match=r"needs 101\.0 MiB .*--max-model-len 1264 or less.*--kv-cache-memory 101MiB"):
+        divide(replace(config, max_model_len=1265), groups=groups)
+    assert divide(EngineConfig(max_num_seqs=2, max_model_len=1265), groups=groups).num_blocks == 2 * (80 + 3 * (5 + 32))
+
+
+def swapped(gib: float, **given: Any) -> memory.MemoryPlan:
+    return divide(EngineConfig(swap_space=gib, **given), free=1000 * MIB)
+
+
+def test_swap_space_is_a_share_of_the_memory() -> None:
+    plan = swapped(0.25, max_num_seqs=32)
+    assert plan.num_host_blocks == 256
+    assert plan.swap_space == 256 * BLOCK
+    assert plan.num_blocks == 799 - 256
+    assert plan.weights + plan.workspace + plan.kv_cache + plan.swap_space <= plan.budget
+    assert swapped(0.0).num_host_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "--swap-space 2 does not fit: .*give --swap-space"),
+        ({"max_model_len": 4096}, "--swap-space 2 does not fit: .*give --swap-space"),
+        ({"kv_cache_memory": "700MiB"}, "--swap-space 2 does not fit: .*give --swap-space"),
+    ],
+)
+def test_swap_space_that_does_not_fit(given: dict[str, Any], message: str) -> None:
+    """F2: the message gives a value that works."""
+    with pytest.raises(ConfigError, match=message) as error:
+        swapped(2.0, **given)
+    assert swapped(float(str(error.value).split("give --swap-space ")[1].split()[0]), **given).num_host_blocks > 90
+
+
+def test_swap_space_where_there_is_none_or_too_little() -> None:
+    with pytest.raises(ConfigError, match=r"--swap-space 0\.1 does not fit: .*leave --swap-space out"):
+        swapped(0.1, kv_cache_memory="799MiB")
+    with pytest.raises(ConfigError, match=r"--swap-space 0\.0005 is less than one KV block") as error:
+        swapped(0.0005)
+    assert swapped(float(str(error.value).split("give --swap-space ")[1].split()[0])).num_host_blocks == 1
+
+
+def test_an_error_that_is_not_about_swap_space() -> None:
+    """The cache itself is too small for the context; with it, swap space would be no trouble."""
+    with pytest.raises(ConfigError, match="--max-model-len 4096 needs"):
+        swapped(0.1, kv_cache_memory="50MiB", max_model_len=4096)
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-memory 900MiB does not fit: .*swap space \(102.0 MiB\).* 697MiB"
+    ):
+        swapped(0.1, kv_cache_memory="900MiB")
+    assert swapped(0.1, kv_cache_memory="697MiB").num_blocks == 697
+
+
 def test_context_above_the_models_is_refused() -> None:
     """F1: both numbers and a value that works."""
     with pytest.raises(ConfigError, match=r"--max-model-len 5000 .* 4096 positions.* --max-model-len 4096"):
@@ -87,8 +152,12 @@ def test_context_above_the_pool_names_the_largest_that_fits(config: dict[str, An
     ("config", "free", "message"),
     [
         ({}, 105, "the weights take 100.0 MiB and only 94.5 MiB may be used"),
-        ({}, 112, "no memory for the KV cache: one block takes 1.0 MiB"),
-        ({"kv_cache_memory": "1000"}, 1000, "--kv-cache-memory 1000 is less than one .* --kv-cache-memory 1MiB"),
+        ({}, 112, "no memory for the KV cache: one token takes 1.0 MiB in blocks"),
+        (
+            {"kv_cache_memory": "1000"},
+            1000,
+            "--kv-cache-memory 1000 is less than the KV blocks of one token.* 1MiB or more",
+        ),
         ({"kv_cache_memory": "900MiB"}, 1000, "--kv-cache-memory 900MiB does not fit: .* 799MiB or less"),
     ],
 )

@@ -19,12 +19,6 @@ PROMPT = tuple(np.random.default_rng(4).integers(0, 259, 50).tolist())
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(specs: Any, tensors: Any, stored: Any) -> Checkpoint:
-    spec = specs["llama"]
-    return Checkpoint("tiny", spec, {name: stored(values) for name, values in tensors(spec).items()})
-
-
 def config(**given: Any) -> EngineConfig:
     return EngineConfig(**({"kv_cache_dtype": "f32", "threads": 2, "max_num_seqs": 8} | given))
 
@@ -36,23 +30,16 @@ def runner(checkpoint: Checkpoint) -> NativeRunner:
     return runner
 
 
-def item(tokens: tuple[int, ...], start: int = 0, params: SamplingParams = GREEDY, **given: Any) -> StepItem:
-    defaults: dict[str, Any] = {
-        "request_id": "a",
-        "index": 0,
-        "block_table": tuple(range(16)),
-        "num_samples": 1,
-        "seed": 7,
-        "num_prompt": len(PROMPT),
-    }
-    return StepItem(start=start, token_ids=tokens, params=params, **(defaults | given))
+@pytest.fixture(scope="module")
+def item(step_item: Any) -> Any:
+    return step_item
 
 
 def run(runner: NativeRunner, *items: StepItem, ops: tuple[BlockOp, ...] = ()) -> StepResult:
     return runner.result(runner.submit(StepPlan(3, items, ops)))
 
 
-def test_capacity(checkpoint: Checkpoint) -> None:
+def test_capacity(checkpoint: Checkpoint, item: Any) -> None:
     """I4, M10: phases are reported with their seconds, and the memory in bytes by purpose."""
     phases: list[tuple[str, float | None]] = []
     runner = NativeRunner(checkpoint, config(block_size=8), report=lambda *phase: phases.append(phase))
@@ -75,7 +62,7 @@ def test_capacity(checkpoint: Checkpoint) -> None:
         run(runner, item((1,)))
 
 
-def test_greedy_tokens(runner: NativeRunner, checkpoint: Checkpoint, reference: Any, tensors: Any) -> None:
+def test_greedy_tokens(runner: NativeRunner, checkpoint: Checkpoint, reference: Any, tensors: Any, item: Any) -> None:
     """A prompt in two chunks and a decode; a chunk that does not reach the end draws nothing."""
     first = run(runner, item(PROMPT[:30], num_samples=0))
     assert first.tokens == ((),)
@@ -91,7 +78,7 @@ def test_greedy_tokens(runner: NativeRunner, checkpoint: Checkpoint, reference: 
     assert third.tokens == ((int(logits[-1].argmax()),),)
 
 
-def test_logprobs(runner: NativeRunner, checkpoint: Checkpoint, reference: Any, tensors: Any) -> None:
+def test_logprobs(runner: NativeRunner, checkpoint: Checkpoint, reference: Any, tensors: Any, item: Any) -> None:
     params = SamplingParams(temperature=0.0, logprobs=3)
     result = run(runner, item(PROMPT, params=params), item((5,), block_table=(20,)))
     logits = reference(checkpoint.spec, tensors(checkpoint.spec), PROMPT)[-1]
@@ -105,7 +92,7 @@ def test_logprobs(runner: NativeRunner, checkpoint: Checkpoint, reference: Any, 
     assert result.logprobs[1] == ()  # the other item did not ask
 
 
-def test_logprobs_without_alternatives(runner: NativeRunner) -> None:
+def test_logprobs_without_alternatives(runner: NativeRunner, item: Any) -> None:
     none, five = (SamplingParams(temperature=0.0, logprobs=count) for count in (0, 5))
     both = run(runner, item(PROMPT, params=none), item(PROMPT[:9], params=five, block_table=(20,)))
     assert both.logprobs[0][0].top == ()
@@ -114,7 +101,7 @@ def test_logprobs_without_alternatives(runner: NativeRunner) -> None:
 
 @pytest.mark.parametrize("chunk", [50, 17, 1])
 def test_prompt_logprobs_do_not_depend_on_chunks(
-    runner: NativeRunner, checkpoint: Checkpoint, reference: Any, tensors: Any, chunk: int
+    runner: NativeRunner, checkpoint: Checkpoint, reference: Any, tensors: Any, chunk: int, item: Any
 ) -> None:
     """C6: one value a prompt token but the first, equal to a plain forward pass."""
     params = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=1)
@@ -150,7 +137,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(
     assert all(len(entry.top) == 2 for entry in entries)
 
 
-def test_samples_of_one_prompt_are_those_of_forks(runner: NativeRunner) -> None:
+def test_samples_of_one_prompt_are_those_of_forks(runner: NativeRunner, item: Any) -> None:
     """C2: sample i of a prompt draws what a request with index i draws at that place."""
     params = SamplingParams(temperature=1.5, n=5)
     together = run(runner, item(PROMPT, params=params, num_samples=5)).tokens[0]
@@ -161,7 +148,7 @@ def test_samples_of_one_prompt_are_those_of_forks(runner: NativeRunner) -> None:
     assert later == together[2:4]
 
 
-def test_stop_tokens_wait_for_min_tokens(runner: NativeRunner) -> None:
+def test_stop_tokens_wait_for_min_tokens(runner: NativeRunner, item: Any) -> None:
     (stop,) = run(runner, item(PROMPT)).tokens[0]
     params = SamplingParams(temperature=0.0, min_tokens=2)
     stops = frozenset({stop, 10**9})  # an id outside the vocabulary is none that could be drawn
@@ -171,7 +158,7 @@ def test_stop_tokens_wait_for_min_tokens(runner: NativeRunner) -> None:
     assert run(runner, item(PROMPT, params=params, stop_ids=stops, num_prompt=prompt - 2)).tokens[0] == (stop,)
 
 
-def test_penalties_and_bias(runner: NativeRunner) -> None:
+def test_penalties_and_bias(runner: NativeRunner, item: Any) -> None:
     (best,) = run(runner, item(PROMPT)).tokens[0]
     biased = SamplingParams(temperature=0.0, logit_bias={best: -100.0, 2**31 - 1: 100.0})
     (second,) = run(runner, item(PROMPT, params=biased)).tokens[0]
@@ -183,12 +170,13 @@ def test_penalties_and_bias(runner: NativeRunner) -> None:
     absurd = SamplingParams(temperature=0.0, repetition_penalty=1e-300)  # 0 as f32
     assert run(runner, item(PROMPT, params=absurd, history=(33,))).tokens[0][0] >= 0
     frequent = SamplingParams(temperature=0.0, frequency_penalty=2.0)
-    generated = item(PROMPT, params=frequent, history=(*PROMPT[:-9], *[best] * 9), num_prompt=len(PROMPT) - 9)
+    history = (*PROMPT[:-9], *[best] * 9)
+    generated = item(PROMPT, params=frequent, history=history, num_prompt=len(PROMPT) - 9)
     assert run(runner, generated).tokens[0] != (best,)
-    assert run(runner, dataclasses.replace(generated, num_prompt=len(PROMPT))).tokens[0] == (best,)
+    assert run(runner, item(PROMPT, params=frequent, history=history)).tokens[0] == (best,)
 
 
-def test_results_are_the_same_bits_under_any_grouping(runner: NativeRunner, checkpoint: Checkpoint) -> None:
+def test_results_are_the_same_bits_under_any_grouping(runner: NativeRunner, checkpoint: Checkpoint, item: Any) -> None:
     """C1, C10: alone, and among others in any place."""
     params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=4)
     items = [
@@ -205,22 +193,20 @@ def test_results_are_the_same_bits_under_any_grouping(runner: NativeRunner, chec
     assert [run(single, one).logprobs for one in items] == [result.logprobs for result in alone]
 
 
-def test_padding_of_a_static_batch(runner: NativeRunner) -> None:
+def test_padding_of_a_static_batch(runner: NativeRunner, item: Any) -> None:
     kept = run(runner, item(PROMPT[:4])).tokens[0]
     result = run(runner, item((1,), block_table=(30,), discard=True), item(PROMPT[:4]))
     assert len(result.tokens[0]) == 1
     assert result.tokens[1] == kept
 
 
-def test_copied_blocks(runner: NativeRunner) -> None:
+def test_copied_blocks(runner: NativeRunner, item: Any) -> None:
     expected = run(runner, item(PROMPT), item((4,), 50)).tokens[1]
     copies = tuple(BlockOp(BlockOpKind.COPY, i, 40 + i) for i in range(4))
     assert run(runner, item((4,), 50, block_table=(40, 41, 42, 43)), ops=copies).tokens[0] == expected
-    with pytest.raises(ValueError, match="kind 1"):
-        run(runner, item((4,), 50), ops=(BlockOp(BlockOpKind.SWAP_OUT, 0, 0),))
 
 
-def test_logits_that_are_not_finite(checkpoint: Checkpoint, specs: Any, tensors: Any, stored: Any) -> None:
+def test_logits_that_are_not_finite(checkpoint: Checkpoint, specs: Any, tensors: Any, stored: Any, item: Any) -> None:
     """C4: the request with broken logits gets no token; its neighbour is not touched."""
     values = tensors(specs["llama"])
     values["embed"][17] = np.nan
@@ -237,7 +223,7 @@ def test_logits_that_are_not_finite(checkpoint: Checkpoint, specs: Any, tensors:
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_broken_numbers_show_in_quantized_products_too(
-    checkpoint: Checkpoint, specs: Any, tensors: Any, stored: Any, quantized: bool
+    checkpoint: Checkpoint, specs: Any, tensors: Any, stored: Any, quantized: bool, item: Any
 ) -> None:
     """C4: an infinite weight anywhere ends in no token rather than in filler."""
     spec = dataclasses.replace(specs["llama"], num_layers=1)
@@ -250,13 +236,46 @@ def test_broken_numbers_show_in_quantized_products_too(
     assert run(runner, item(PROMPT)).tokens[0] == (BAD_LOGITS,)
 
 
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("tensor", ["layers.1.k", "layers.1.v"])
+def test_broken_keys_and_values(
+    checkpoint: Checkpoint, tensors: Any, stored: Any, item: Any, kv: str, tensor: str
+) -> None:
+    """C4: NaN goes into the cache and comes out as NaN, whatever the cache's format."""
+    values = tensors(checkpoint.spec)
+    values[tensor][3] = np.nan
+    broken = {name: stored(array) for name, array in values.items()}
+    runner = NativeRunner(dataclasses.replace(checkpoint, tensors=broken), config(kv_cache_dtype=kv))
+    runner.start()
+    assert run(runner, item(PROMPT)).tokens[0] == (BAD_LOGITS,)
+    runner.close()
+
+
+def test_layers_with_windows_leave_room_for_longer_contexts(windowed_checkpoint: Checkpoint, item: Any) -> None:
+    """The cache that would hold 80 positions of all four layers holds more where three of them have windows."""
+    windowed = NativeRunner(
+        windowed_checkpoint, config(kv_cache_memory="60KiB", block_size=4, max_num_batched_tokens=8)
+    )
+    capacity = windowed.start()
+    assert capacity.windows == (0, 5, 7, 40)
+    assert capacity.num_blocks == 80  # of one layer: 4 positions, K and V, 24 numbers of 4 bytes
+    assert windowed.memory is not None and windowed.memory.kv_cache == 80 * 4 * 2 * 24 * 4
+    # The windows of 5, 7 and 40 take ceil(4 / 4), ceil(6 / 4) and ceil(39 / 4) blocks, and 1 and 2 for the chunk each.
+    assert capacity.max_model_len == (80 - (1 + 3) - (2 + 3) - (10 + 3)) * 4
+    spec = dataclasses.replace(windowed_checkpoint.spec, layer_windows=())
+    plain = NativeRunner(
+        dataclasses.replace(windowed_checkpoint, spec=spec), config(kv_cache_memory="60KiB", block_size=4)
+    )
+    assert plain.start().max_model_len == 80
+
+
 def test_errors_at_start(checkpoint: Checkpoint) -> None:
     """F1, F2: settings that do not go together, told before anything runs."""
     with pytest.raises(ConfigError, match=r"--max-model-len 257 .* 256 positions"):
         NativeRunner(checkpoint, config(max_model_len=257)).start()
     with pytest.raises(ConfigError, match=r"--max-model-len 256 needs .* holds \d+ tokens"):
         NativeRunner(checkpoint, config(max_model_len=256, kv_cache_memory="100KiB")).start()
-    with pytest.raises(ConfigError, match="one KV block"):
+    with pytest.raises(ConfigError, match="KV blocks of one token"):
         NativeRunner(checkpoint, config(kv_cache_memory="1KiB")).start()
     with pytest.raises(ConfigError, match="--kv-cache-memory 900GiB does not fit"):
         NativeRunner(checkpoint, config(kv_cache_memory="900GiB")).start()
@@ -278,7 +297,7 @@ def test_a_damaged_checkpoint_is_named(checkpoint: Checkpoint) -> None:
         NativeRunner(dataclasses.replace(checkpoint, tensors=rest), config()).start()
 
 
-def test_weights_as_f32(specs: Any, tensors: Any, stored: Any, reference: Any) -> None:
+def test_weights_as_f32(specs: Any, tensors: Any, stored: Any, reference: Any, item: Any) -> None:
     """--weights f32 computes with the numbers that the quantised file stands for, without 8-bit activations."""
     spec = specs["llama"]
     quantized = {name: stored(values, True) for name, values in tensors(spec).items()}

@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.config import EngineConfig
 from chairlift.core.plan import StepItem, StepPlan
-from chairlift.core.request import SamplingParams
+from chairlift.core.request import SamplingParams, SequenceInfo
 from chairlift.models import load_checkpoint, load_tokenizer
 from chairlift.models.spec import Checkpoint
 from chairlift.runners.native import NativeRunner
@@ -19,6 +19,7 @@ TEXT = Path(__file__).parents[1] / "data" / "english.txt"
 WINDOW = 512  # tokens that share a context; each window begins anew
 MIN_TOKENS = 5000
 LIMIT = 0.005
+INT8_LIMIT = 0.01  # of an int8 cache against one of f16
 BLOCK = 16
 
 
@@ -35,19 +36,15 @@ def windows_of(model: str) -> list[list[int]]:
 def logprobs(checkpoint: Checkpoint, windows: list[list[int]], config: EngineConfig) -> list[float]:
     """The log-probability of every token of the windows but the first of each."""
     runner = NativeRunner(checkpoint, config)
-    runner.start()
+    groups = len(runner.start().windows)
     found: list[float] = []
     for step, tokens in enumerate(windows):
         item = StepItem(
-            request_id=str(step),
-            index=0,
+            SequenceInfo(str(step), 0, SamplingParams(prompt_logprobs=0), seed=0, num_prompt=len(tokens)),
             start=0,
             token_ids=tuple(tokens),
-            block_table=tuple(range(-(-len(tokens) // BLOCK))),
+            block_table=tuple(range(-(-len(tokens) // BLOCK) * groups)),
             num_samples=0,
-            params=SamplingParams(prompt_logprobs=0),
-            seed=0,
-            num_prompt=len(tokens),
             prompt_targets=tuple(tokens[1:]),
         )
         scores = runner.submit(StepPlan(step_id=step, items=(item,))).prompt_logprobs[0]
@@ -74,3 +71,17 @@ def test_quantised_perplexity(model: str, request: pytest.FixtureRequest) -> Non
     assert 5 < perplexity(exact) < 60, "a model that knows English finds this text neither trivial nor strange"
     assert abs(perplexity(quantised) / perplexity(exact) - 1) < LIMIT
     assert quantised != exact, "both runs used the same arithmetic"
+
+
+def test_perplexity_with_an_int8_cache(smollm2_path: Path) -> None:
+    """What half the memory for the KV cache costs, on the first windows of the text."""
+    path = str(smollm2_path)
+    checkpoint, windows = load_checkpoint(path), windows_of(path)[:2]
+    config = EngineConfig(
+        model=path, max_model_len=WINDOW, max_num_seqs=1, max_num_batched_tokens=WINDOW, block_size=BLOCK
+    )
+    half, int8 = (logprobs(checkpoint, windows, replace(config, kv_cache_dtype=kv)) for kv in ("f16", "int8"))
+    change = perplexity(int8) / perplexity(half) - 1
+    print(f"perplexity {perplexity(half):.3f} with f16, {perplexity(int8):.3f} with int8: {change:+.2%}")
+    assert abs(change) < INT8_LIMIT
+    assert int8 != half

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from chairlift import _native
+from chairlift.runners.groups import KVGroups
 
 HIDDEN = 32
 
@@ -33,8 +34,8 @@ class Given:
                 values[:, : len(rows)] = rows.T / np.sqrt(HIDDEN)
             model.set_tensor(name, "f32", shape, values.view(np.uint8).reshape(-1))
         model.finalize()
-        model.reserve(HIDDEN, 16, "f32", HIDDEN, 50_000)
-        self.tiny = helpers.tiny(model, spec, {}, 16)
+        model.reserve(HIDDEN, 16, "f32", [[0]], HIDDEN, 50_000)
+        self.tiny = helpers.tiny(model, spec, {}, 16, KVGroups.of(spec))
         self.item = helpers.item
 
     def draw(self, draws: Sequence[dict[str, Any]], row: int = 0) -> dict[str, NDArray[Any]]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift import _native
+
 BIG = 2**31 - 1
 
 
@@ -22,7 +24,7 @@ def tiny(build: Any) -> Any:
 def arrays(tiny: Any, item: Any) -> dict[str, Any]:
     """A good step: a chunk of 20 tokens at 4 and a decode at 17, with one draw each."""
     draw = {"history": [1, 2, 3], "history_prompt": 2, "bias": [(5, 1.0)], "banned": [6]}
-    return tiny.arrays([item(list(range(20)), 4, [0, 1], [draw]), item([9], 17, [2, 3], [draw])], [(0, 4, 5)])
+    return tiny.arrays([item(list(range(20)), 4, [0, 1], [draw]), item([9], 17, [2, 3], [draw])])
 
 
 def put(name: str, index: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -59,10 +61,6 @@ BAD = {
     "table offsets too few": replace("table_offsets", lambda a: a[:2].copy()),
     "table offsets end late": put("table_offsets", 2, 100),
     "positions shorter": replace("positions", lambda a: a[:-1].copy()),
-    **{f"op kind {kind}": put("block_ops", (0, 0), kind) for kind in (1, 2, 3, -1)},
-    **{f"op source {value}": put("block_ops", (0, 1), value) for value in (-1, 8, BIG)},
-    **{f"op destination {value}": put("block_ops", (0, 2), value) for value in (-1, 8, BIG)},
-    "ops of two columns": replace("block_ops", lambda a: a[:, :2].copy()),
     **{f"row {value}": put("row", 1, value) for value in (-1, 21, BIG)},
     **{f"forced {value}": put("forced", 0, value) for value in (-2, 259, BIG)},
     **{f"num_logprobs {value}": put("num_logprobs", 0, value) for value in (-2, 1025, BIG)},
@@ -106,11 +104,54 @@ def test_bad_step(tiny: Any, arrays: dict[str, Any], name: str) -> None:
     tiny.model.step(**before)  # the model lives on
 
 
-@pytest.mark.parametrize("name", ["tokens", "positions", "item_rows", "block_tables", "table_offsets", "block_ops"])
+@pytest.mark.parametrize("name", ["tokens", "positions", "item_rows", "block_tables", "table_offsets"])
 def test_arrays_of_a_wrong_type(tiny: Any, arrays: dict[str, Any], name: str) -> None:
     arrays[name] = arrays[name].astype(np.float32)
     with pytest.raises(TypeError):
         tiny.model.step(**arrays)
+
+
+@pytest.fixture(scope="module")
+def windowed(build: Any) -> Any:
+    """Groups of windows 0, 5, 7 and 40 over blocks of 4 positions."""
+    return build("gemma", block_size=4, num_blocks=40)
+
+
+def test_blocks_that_a_window_has_passed_need_not_be(windowed: Any, item: Any) -> None:
+    """At position 50 the window of 5 begins at 46, that of 7 at 44, that of 40 at 11."""
+    groups = windowed.groups.windows
+    table = list(range(13 * len(groups)))
+    needed = {0: 0, 5: 46 // 4, 7: 44 // 4, 40: 11 // 4}
+    for at in range(len(table)):
+        missing = [*table[:at], -1, *table[at + 1 :]]
+        step = item([1, 2], 50, missing, whole=True)
+        if at // len(groups) >= needed[groups[at % len(groups)]]:
+            with pytest.raises(ValueError, match="block -1 is not in"):
+                windowed.step([step])
+        else:
+            windowed.step([step])
+
+
+def test_table_of_some_of_the_groups(windowed: Any, item: Any) -> None:
+    with pytest.raises(ValueError, match="7 entries, which is no multiple of the 4 groups"):
+        windowed.step([item([1], 0, range(7), whole=True)])
+    with pytest.raises(ValueError, match="holds 4 positions, and position 4 is computed"):
+        windowed.step([item([1], 4, range(4), whole=True)])
+
+
+def test_join() -> None:
+    """The numbers of a step's lists: from tuples of int alone, and no number is cut."""
+    values, offsets = _native.join([(1, -2), (), (BIG, -BIG - 1, 3)])
+    assert values.tolist() == [1, -2, BIG, -BIG - 1, 3]
+    assert offsets.tolist() == [0, 2, 2, 5]
+    assert values.dtype == offsets.dtype == np.int32
+    assert _native.join([])[1].tolist() == [0]
+    for number in (BIG + 1, -BIG - 2, 2**80):
+        with pytest.raises(ValueError, match="32 bits"):
+            _native.join([(number,)])
+    for wrong in ([[1]], [(1.0,)], [("1",)], [(np.int32(1),)], [None], ((1,),)):
+        with pytest.raises(TypeError):
+            _native.join(wrong)  # type: ignore[arg-type]
 
 
 def test_more_than_was_reserved(tiny: Any, item: Any) -> None:
@@ -131,16 +172,21 @@ def test_sizes_that_cannot_be(build: Any) -> None:
         (4, 16, "f16", 8, -1),
     ]:
         with pytest.raises(ValueError):
-            model.reserve(blocks, block_size, kv, rows, samples)
+            model.reserve(blocks, block_size, kv, [[0, 1]], rows, samples)
+    for groups in ([], [[0]], [[0, 1], [1]], [[0, 1, 2]], [[0, -1]], [[0], [0]]):
+        with pytest.raises(ValueError, match="groups must name each layer once"):
+            model.reserve(4, 16, "f16", groups, 8, 8)
+        with pytest.raises(ValueError, match="groups must name each layer once"):
+            model.kv_block_bytes(16, "f16", groups)
 
 
 def test_step_before_reserve(build: Any, specs: Any, arrays: dict[str, Any]) -> None:
     model = build("llama").model
     with pytest.raises(MemoryError):
-        model.reserve(2**31 - 1, 65536, "f32", 8, 8)
+        model.reserve(2**31 - 1, 65536, "f32", [[0, 1]], 8, 8)
     with pytest.raises((ValueError, RuntimeError)):  # the failed reserve left nothing behind
         model.step(**arrays)
-    model.reserve(8, 16, "f32", 40, 8)
+    model.reserve(8, 16, "f32", [[0, 1]], 40, 8)
     model.step(**arrays)
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from chairlift.config import EngineConfig, parse_bytes
 from chairlift.errors import ConfigError
 from chairlift.log import short_bytes as show
+from chairlift.runners.groups import KVGroups
 
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_KV_LIMIT = 4 * 2**30
 DEFAULT_CHUNK = 512
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_OF_SELF = Path("/proc/self/cgroup")
+_GIB_DIGITS = 10**4
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -28,7 +30,7 @@ def batch_tokens(config: EngineConfig, max_model_len: int) -> int:
     Raises ConfigError when a policy that computes whole prompts could not compute the longest one.
     """
     budget = config.max_num_batched_tokens
-    if config.scheduler_policy == "chunked":
+    if config.scheduler_policy not in ("continuous", "static"):
         return budget or max(DEFAULT_CHUNK, config.max_num_seqs)
     if budget is not None and budget < max_model_len:
         raise ConfigError(
@@ -44,11 +46,13 @@ class MemoryPlan:
     """What a runner reserves. ``free`` is the memory free at start, ``budget`` the part of it that may be used."""
 
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
     max_rows: int
     weights: int
     kv_cache: int
     workspace: int
+    swap_space: int
     free: int
     budget: int
 
@@ -59,13 +63,14 @@ def plan_memory(
     max_positions: int,
     free: int,
     weights: int,
+    groups: KVGroups,
     block_bytes: int,
     workspace: Callable[[int], int],
 ) -> MemoryPlan:
-    """Divides the memory into weights, workspace and KV cache, and finds the context length that this allows.
+    """Divides the memory into weights, workspace, KV cache and swap space, and finds the context length this allows.
 
-    ``workspace(max_rows)`` is the size of the step's buffers. Raises ConfigError when it cannot work, naming the flags
-    and a value that does.
+    ``block_bytes`` is the size of a block (of one group's layers), ``workspace(max_rows)`` that of the step's buffers.
+    Raises ConfigError when it cannot work, naming the flags and a value that does.
     """
     wanted = config.max_model_len
     if wanted is not None and wanted > max_positions:
@@ -74,31 +79,53 @@ def plan_memory(
             f"give --max-model-len {max_positions} or less"
         )
     budget = check_weights(config, free, weights)
+    num_host_blocks = _host_blocks(config, block_bytes)
+    swap_space = num_host_blocks * block_bytes
+    given = None if config.kv_cache_memory is None else parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
+
+    def rest(length: int) -> int:
+        """Bytes left by weights and workspace when the context is this long."""
+        return budget - weights - workspace(_rows(config, length))
+
+    def needed(length: int) -> int:
+        """Bytes of the KV blocks of a single sequence of this length."""
+        return groups.blocks(length, config.block_size, min(_rows(config, length), length)) * block_bytes
 
     def pool(length: int) -> int:
         """Bytes for KV blocks when the context is this long; below 0 if not even the workspace fits."""
-        rest = budget - weights - workspace(_rows(config, length))
-        if config.kv_cache_memory is not None:
-            given = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
-            return given if given <= rest else min(rest, 0)
-        return min(rest, DEFAULT_KV_LIMIT) if config.gpu_memory_utilization is None else rest
+        most = rest(length) - swap_space
+        if given is not None:
+            return given if given <= most else min(most, 0)
+        return min(most, DEFAULT_KV_LIMIT) if config.gpu_memory_utilization is None else most
 
     def fits(length: int) -> bool:
-        return pool(length) >= _blocks(length, config.block_size) * block_bytes
+        return pool(length) >= needed(length)
 
+    swappable = rest(wanted or 1) - max(given or 0, needed(wanted or 1))
+    if 0 <= swappable < swap_space:
+        raise ConfigError(_too_much_swap(config, budget, weights, swappable, block_bytes))
     longest = _largest(fits, max_positions)
     if longest == 0:
-        raise ConfigError(_no_room(config, budget, weights, workspace(_rows(config, 1)), block_bytes))
+        raise ConfigError(_no_room(config, budget, weights, workspace(_rows(config, 1)), swap_space, needed(1)))
     if wanted is not None and wanted > longest:
-        raise ConfigError(_too_long(config, wanted, longest, _blocks(wanted, config.block_size) * block_bytes))
+        raise ConfigError(_too_long(config, wanted, longest, needed(wanted)))
     length = wanted or longest
-    most = config.max_num_seqs * _blocks(length, config.block_size)
+    most = config.max_num_seqs * needed(length) // block_bytes
     num_blocks = pool(length) // block_bytes
-    if config.kv_cache_memory is None:
+    if given is None:
         num_blocks = min(num_blocks, most)  # more could never be used at once
     max_rows = batch_tokens(config, length)
     return MemoryPlan(
-        num_blocks, length, max_rows, weights, num_blocks * block_bytes, workspace(max_rows), free, budget
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_model_len=length,
+        max_rows=max_rows,
+        weights=weights,
+        kv_cache=num_blocks * block_bytes,
+        workspace=workspace(max_rows),
+        swap_space=swap_space,
+        free=free,
+        budget=budget,
     )
 
 
@@ -114,15 +141,22 @@ def check_weights(config: EngineConfig, free: int, weights: int) -> int:
     return budget
 
 
+def _host_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """KV blocks that the swap space holds."""
+    count = int(config.swap_space * 2**30) // block_bytes
+    if config.swap_space and not count:
+        raise ConfigError(
+            f"--swap-space {config.swap_space:g} is less than one KV block, which takes {show(block_bytes)}; "
+            f"give --swap-space {_gib(block_bytes + 2**30 // _GIB_DIGITS - 1)} or more"
+        )
+    return count
+
+
 def _rows(config: EngineConfig, length: int) -> int:
     """Rows to reserve while lengths are still being tried; unlike `batch_tokens` it does not judge the settings."""
-    if config.scheduler_policy == "chunked":
+    if config.scheduler_policy not in ("continuous", "static"):
         return batch_tokens(config, length)
     return config.max_num_batched_tokens or max(length, config.max_num_seqs)
-
-
-def _blocks(length: int, block_size: int) -> int:
-    return -(-length // block_size)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -137,24 +171,36 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _no_room(config: EngineConfig, budget: int, weights: int, workspace: int, block_bytes: int) -> str:
-    rest = max(0, budget - weights - workspace)
+def _no_room(config: EngineConfig, budget: int, weights: int, workspace: int, swap_space: int, least: int) -> str:
+    """``least``: bytes of KV cache for a single token."""
+    rest = max(0, budget - weights - workspace - swap_space)
+    others = f"weights ({show(weights)})" + (f", swap space ({show(swap_space)})" if swap_space else "")
     if config.kv_cache_memory is None:
         return (
-            f"no memory for the KV cache: one block takes {show(block_bytes)}, and {show(rest)} of the usable "
-            f"{show(budget)} remains after weights ({show(weights)}) and workspace ({show(workspace)}); "
+            f"no memory for the KV cache: one token takes {show(least)} in blocks, and {show(rest)} of the usable "
+            f"{show(budget)} remains after {others} and workspace ({show(workspace)}); "
             "free some memory, or lower --block-size or --max-num-batched-tokens"
         )
     given = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
-    if given < block_bytes:
+    if given < least:
         return (
-            f"--kv-cache-memory {config.kv_cache_memory} is less than one KV block of --block-size "
-            f"{config.block_size}, which takes {show(block_bytes)}; give --kv-cache-memory {_mib(block_bytes)} or more"
+            f"--kv-cache-memory {config.kv_cache_memory} is less than the KV blocks of one token, which take "
+            f"{show(least)} with --block-size {config.block_size}; give --kv-cache-memory {_mib(least)} or more"
         )
     return (
         f"--kv-cache-memory {config.kv_cache_memory} does not fit: {show(rest)} of the usable {show(budget)} remains "
-        f"after weights ({show(weights)}) and workspace ({show(workspace)}); "
+        f"after {others} and workspace ({show(workspace)}); "
         f"give --kv-cache-memory {rest // 2**20}MiB or less"
+    )
+
+
+def _too_much_swap(config: EngineConfig, budget: int, weights: int, most: int, block_bytes: int) -> str:
+    """``most``: bytes that swap space may have beside the KV cache that was asked for."""
+    gib = _gib(most)
+    advice = f"give --swap-space {gib} or less" if float(gib) * 2**30 >= block_bytes else "leave --swap-space out"
+    return (
+        f"--swap-space {config.swap_space:g} does not fit: of the usable {show(budget)}, {show(most)} remain after "
+        f"weights ({show(weights)}), workspace and KV cache; {advice}"
     )
 
 
@@ -169,6 +215,11 @@ def _too_long(config: EngineConfig, wanted: int, longest: int, needed: int) -> s
         f"--max-model-len {wanted} needs {show(needed)} of KV cache, and {what} holds {longest} tokens; "
         f"give --max-model-len {longest} or less (or leave it out to use what fits), or {more}"
     )
+
+
+def _gib(size: int) -> str:
+    """GiB as --swap-space takes them, rounded down."""
+    return f"{size * _GIB_DIGITS // 2**30 / _GIB_DIGITS:.4f}"
 
 
 def _mib(size: int) -> str:
