@@ -41,6 +41,11 @@ class GenerationFailed(ChairliftError):
     """The engine could not finish a request that was sound; other requests go on."""
 
 
+class StepFailed(ChairliftError):
+    """A runner could not compute a step, and can go on: what the step was to compute is lost, and so is the contents
+    of all its KV blocks."""
+
+
 class EngineDead(ChairliftError):
     """The engine process has ended, so the request cannot be answered."""
 

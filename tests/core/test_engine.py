@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from chairlift.core.clock import VirtualClock, WallClock
 from chairlift.core.engine import Engine
 from chairlift.core.plan import Output, StepPlan, StepRecord, StepResult, StepStats
-from chairlift.core.ports import Abort, Add, Message
+from chairlift.core.ports import Abort, Add, Message, Report
 from chairlift.core.request import FinishReason, Request
 
 MakeRig = Callable[..., Any]
@@ -24,14 +25,20 @@ class Script:
     def __init__(self, *batches: Sequence[Message]) -> None:
         self.batches = list(batches)
         self.idle: list[bool] = []
+        self.until: list[float | None] = []
+        self.answers: list[Report] = []
         self.puts: list[tuple[list[Output], StepStats]] = []
 
-    def take(self, idle: bool) -> Sequence[Message]:
+    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
         self.idle.append(idle)
+        self.until.append(until)
         return self.batches.pop(0) if self.batches else ()
 
     def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
         self.puts.append((list(outputs), stats))
+
+    def answer(self, report: Report) -> None:
+        self.answers.append(report)
 
     @property
     def outputs(self) -> list[Output]:
@@ -112,7 +119,7 @@ def test_rule_10_work_without_a_plan_is_a_bug_and_raises(make_rig: MakeRig, make
     """M2: no state may be without a next step, so the engine does not wait in one."""
     rig = make_rig()
     engine = make_engine(rig, Script([Add(make_request("a", 4))]))
-    rig.scheduler._check = False
+    rig.scheduler.settings = replace(rig.scheduler.settings, check=False)
     rig.kv.reserved = rig.capacity.num_blocks  # as if somebody had leaked all blocks
     with pytest.raises(RuntimeError, match="made no plan"):
         engine.step()

@@ -1,8 +1,9 @@
 """Scheduling never changes an answer: thousands of random workloads, each under several random configurations.
 
 The reference is each request run alone in a large pool. All that a client can see must be equal to it, whatever the
-policy, chunk budget, prefix cache, admission gate, pool size and company; see `chairlift.sim.shadow` for what is
-checked within each step. After a failure, replay its seed with ``python tests/core/test_invariance.py SEED``.
+policy, order, chunk budget, prefix cache, admission gate, pool size, places to swap to, windows, steps in flight and
+company, and whatever fails meanwhile; see `chairlift.sim.shadow` for what is checked within each step. After a failure,
+replay its seed with ``python tests/core/test_invariance.py SEED``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,29 @@ import pytest
 
 from chairlift.core.clock import VirtualClock
 from chairlift.core.engine import Engine
-from chairlift.core.plan import BlockOpKind, Capacity, Output, StepRecord, StepResult, StepStats, TokenLogprob
+from chairlift.core.order import make_order
+from chairlift.core.plan import (
+    BlockOp,
+    BlockOpKind,
+    Capacity,
+    Output,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    StepStats,
+    TokenLogprob,
+)
 from chairlift.core.policy import make_policy
-from chairlift.core.ports import Abort, Add, Message
+from chairlift.core.ports import Abort, Add, Message, Report
 from chairlift.core.request import FinishReason, Request, SamplingParams
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.scheduler import Scheduler, Settings
+from chairlift.core.shares import Shares
 from chairlift.sim.shadow import ShadowExecutor
 
-NUM_WORKLOADS = 2400
+NUM_WORKLOADS = 2000
 CONFIGS_EACH = 3
+ORDERS = ("fcfs", "priority", "shortest-prefill", "longest-prefix", "deadline")
+WINDOWS = ((0,), (5,), (0, 3, 3), (0, 8, 1))
 Key = tuple[str, int]
 
 
@@ -43,6 +58,7 @@ class Job:
     seed: int
     stop_ids: frozenset[int]
     tenant: str
+    priority: int
 
     def request(self) -> Request:
         return Request(
@@ -52,8 +68,9 @@ class Job:
             params=self.params,
             seed=self.seed,
             stop_ids=self.stop_ids,
-            num_samples=self.params.n,
+            num_samples=self.params.width,
             tenant=self.tenant,
+            priority=self.priority,
         )
 
     @property
@@ -79,17 +96,19 @@ class Workload:
     stop_rate: float
     jobs: tuple[Job, ...]
     cancels: tuple[Cancel, ...]
+    windows: tuple[int, ...] = (0,)
 
     def max_len(self, job: Job) -> int:
         return min(self.max_model_len, len(job.prompt) + (job.params.max_tokens or self.max_model_len))
 
     def blocks(self, job: Job, reserve: bool) -> int:
-        """The smallest pool in which a job can run, counted from first principles."""
+        """The smallest pool in which a job can run, counted from first principles (without windows: more is held)."""
         whole = -(-self.max_len(job) // self.block_size)
-        if not reserve:
-            return whole
+        samples = job.params.width
+        if not reserve and not job.params.use_beam_search:
+            return whole * len(self.windows)
         shared, rest = divmod(len(job.prompt), self.block_size)
-        return shared + job.params.n * (whole - shared) + (job.params.n > 1 and rest > 0)
+        return (shared + samples * (whole - shared) + (samples > 1 and rest > 0)) * len(self.windows)
 
 
 @dataclass(frozen=True)
@@ -100,10 +119,24 @@ class Config:
     max_num_seqs: int
     budget: int
     num_blocks: int
+    order: str = "fcfs"
+    fair: bool = False
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    mode: str = "auto"
+    depth: int = 1
+    max_preemptions: int = 3
+    failing: float = 0.0  # of the steps
+    damaged: float = 0.0  # of the blocks swapped in
 
     @property
     def reserves(self) -> bool:
-        return self.policy == "static" or self.admission == "reserve"
+        return self.policy == "static" or self.admission in ("reserve", "peak")
+
+    @property
+    def is_plain(self) -> bool:
+        """Nobody makes room for another, and nothing goes wrong."""
+        return self.order != "priority" and not self.fair and not self.failing and not self.damaged
 
 
 def draw_workload(rng: Random) -> Workload:
@@ -122,7 +155,8 @@ def draw_workload(rng: Random) -> Workload:
         for job in (*jobs, *jobs)
         if rng.random() < 0.15
     )
-    return Workload(block_size, max_model_len, vocab_size, rng.choice((0.0, 0.1)), jobs, cancels)
+    windows = (0,) if rng.random() < 0.5 else rng.choice(WINDOWS)
+    return Workload(block_size, max_model_len, vocab_size, rng.choice((0.0, 0.1)), jobs, cancels, windows)
 
 
 def draw_job(rng: Random, i: int, base: Sequence[int], max_model_len: int, vocab_size: int) -> Job:
@@ -131,15 +165,10 @@ def draw_job(rng: Random, i: int, base: Sequence[int], max_model_len: int, vocab
     shared = rng.choice((0, length, rng.randint(0, length)))
     prompt = (*base[:shared], *(rng.randrange(vocab_size) for _ in range(length - shared)))
     max_tokens = rng.choice((None, 1, *(rng.randint(1, 12) for _ in range(6))))
-    params = SamplingParams(
-        n=rng.choice((1, 1, 3)),
-        max_tokens=max_tokens,
-        min_tokens=rng.randint(0, min(3, max_tokens or 3)),
-        temperature=rng.choice((0.0, 1.0, 1.0)),
-        logprobs=rng.choice((None, None, 0, 2)),
-        prompt_logprobs=1 if rng.random() < 0.15 else None,
-        presence_penalty=1.0 if rng.random() < 0.2 else 0.0,
-    )
+    if rng.random() < 0.1:
+        params = draw_beams(rng, max_tokens)
+    else:
+        params = draw_sampling(rng, max_tokens)
     stop_ids = frozenset(rng.choice(((), (0,), (0, 2))))
     return Job(
         id=f"r{i}",
@@ -149,23 +178,66 @@ def draw_job(rng: Random, i: int, base: Sequence[int], max_model_len: int, vocab
         seed=rng.randrange(2**32),
         stop_ids=stop_ids,
         tenant=rng.choice(("", "", "", "b")),
+        priority=rng.choice((0, 0, 1, -1)),
+    )
+
+
+def draw_beams(rng: Random, max_tokens: int | None) -> SamplingParams:
+    best_of = rng.choice((2, 3))
+    return SamplingParams(
+        n=rng.randint(1, best_of),
+        best_of=best_of,
+        use_beam_search=True,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        length_penalty=rng.choice((0.0, 1.0)),
+    )
+
+
+def draw_sampling(rng: Random, max_tokens: int | None) -> SamplingParams:
+    return SamplingParams(
+        n=rng.choice((1, 1, 3)),
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, min(3, max_tokens or 3)),
+        temperature=rng.choice((0.0, 1.0, 1.0)),
+        logprobs=rng.choice((None, None, 0, 2)),
+        prompt_logprobs=1 if rng.random() < 0.15 else None,
+        presence_penalty=1.0 if rng.random() < 0.2 else 0.0,
     )
 
 
 def draw_config(rng: Random, workload: Workload) -> Config:
     """Small budgets and pools are the interesting ones. Now and then one in which a request cannot fit."""
     policy = rng.choice(("static", "continuous", "chunked", "chunked"))
-    admission = rng.choice(("optimistic", "optimistic", "reserve"))
+    admission = rng.choice(("optimistic", "optimistic", "optimistic", "reserve", "peak"))
     max_num_seqs = rng.choice((3, 4, 8))
     if policy == "chunked":
         budget = max(max_num_seqs, rng.choice((1, 5, 8, 16, 64)))
     else:
         budget = workload.max_model_len + rng.choice((0, 5, 200))
-    reserve = policy == "static" or admission == "reserve"
+    reserve = policy == "static" or admission in ("reserve", "peak")
     tight = max(workload.blocks(job, reserve) for job in workload.jobs)
     spare = rng.choice((0, 0, 1, 2, tight // 2, tight, 3 * tight))
     num_blocks = tight + spare if rng.random() < 0.95 else max(1, tight - 1)
-    return Config(policy, admission, rng.random() < 0.6, max_num_seqs, budget, num_blocks)
+    caching = rng.random() < 0.6
+    swaps = rng.random() < 0.5
+    return Config(
+        policy,
+        admission,
+        caching,
+        max_num_seqs,
+        budget,
+        num_blocks,
+        order=rng.choice(ORDERS) if policy != "static" else "fcfs",
+        fair=policy != "static" and rng.random() < 0.3,
+        host_blocks=rng.choice((0, 1, 3, tight, 3 * tight)) if swaps else 0,
+        disk_blocks=rng.choice((0, 0, 1, tight)) if swaps else 0,
+        mode=rng.choice(("auto", "swap", "swap", "recompute")),
+        depth=rng.choice((1, 2)),
+        max_preemptions=rng.choice((0, 1, 3, 3, 100)),
+        failing=rng.choice((0.0, 0.0, 0.0, 0.05)),
+        damaged=rng.choice((0.0, 0.3)),
+    )
 
 
 # -- one run
@@ -182,6 +254,8 @@ class News:
     stop_token_id: int | None = None
     error: str | None = None
     num_cached: int = 0
+    cumulative_logprob: float | None = None
+    is_search: bool = False
 
 
 class Client:
@@ -192,14 +266,16 @@ class Client:
         events += [(cancel.step, Abort(cancel.id, cancel.index)) for cancel in cancels if not cancel.in_flight]
         self.events = sorted(events, key=lambda event: event[0])
         self.cancels = [cancel for cancel in cancels if cancel.in_flight]
-        self.news: dict[Key, News] = {key: News() for job in jobs for key in job.sequences}
+        self.news: dict[Key, News] = {
+            key: News(is_search=job.params.use_beam_search) for job in jobs for key in job.sequences
+        }
         self.doomed: set[Key] = set()  # aborted while they lived
         self.coverage: Counter[str] = Counter()
         self.now = 0
         self.scheduler: Scheduler | None = None
         self._executor = executor
 
-    def take(self, idle: bool) -> list[Message]:
+    def take(self, idle: bool, until: float | None = None) -> list[Message]:
         if idle and self.events:
             self.now = max(self.now, self.events[0][0])
         due = [message for step, message in self.events if step <= self.now]
@@ -223,10 +299,17 @@ class Client:
             news.reason = output.finish_reason
             news.stop_token_id = output.stop_token_id
             news.error = output.error
+            news.cumulative_logprob = output.cumulative_logprob
             news.num_cached = max(news.num_cached, output.num_cached_tokens)
+
+    def answer(self, report: Report) -> None:
+        raise AssertionError("nobody asked")
 
     def note_abort(self, abort: Abort) -> None:
         assert self.scheduler is not None
+        beams = {key[0] for key, news in self.news.items() if news.is_search}
+        if abort.request_id in beams and abort.index is not None:
+            return  # of a search nothing ends alone
         arrived = not any(isinstance(event, Add) and event.request.id == abort.request_id for _, event in self.events)
         for key, news in self.news.items():
             if arrived and key[0] == abort.request_id and abort.index in (None, key[1]) and news.reason is None:
@@ -241,12 +324,20 @@ class Client:
 
 
 class Interrupted(ShadowExecutor):
-    """Aborts requests while a step is in flight, as a second thread or depth 2 would."""
+    """Aborts requests while a step is in flight, and lets steps fail and swapped blocks be damaged."""
 
     client: Client
     scheduler: Scheduler
+    config: Config
+    rng: Random
 
-    def result(self, handle: StepResult) -> StepResult:
+    def fails(self, plan: StepPlan) -> bool:
+        return self.rng.random() < self.config.failing
+
+    def damages(self, op: BlockOp) -> bool:
+        return self.rng.random() < self.config.damaged
+
+    def result(self, handle: StepResult | StepPlan) -> StepResult:
         for cancel in [cancel for cancel in self.client.cancels if cancel.step < self.client.now]:
             self.client.cancels.remove(cancel)
             self.client.note_abort(Abort(cancel.id, cancel.index))
@@ -260,16 +351,29 @@ def run(
     workload: Workload, config: Config, jobs: Sequence[Job], cancels: Sequence[Cancel] = ()
 ) -> tuple[dict[Key, News], Counter[str]]:
     """Runs jobs to their ends; returns what their clients heard, and what happened on the way."""
-    capacity = Capacity(config.num_blocks, workload.block_size, workload.max_model_len)
+    capacity = Capacity(
+        config.num_blocks,
+        workload.block_size,
+        workload.max_model_len,
+        config.host_blocks,
+        config.disk_blocks,
+        workload.windows,
+    )
     executor = Interrupted(capacity, vocab_size=workload.vocab_size, stop_rate=workload.stop_rate)
     scheduler = Scheduler(
         capacity,
-        make_policy(config.policy, admission=config.admission),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.budget,
-        enable_prefix_caching=config.caching,
-        check=True,
+        make_policy(config.policy, admission=config.admission, order=make_order(config.order)),
+        Settings(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.budget,
+            enable_prefix_caching=config.caching,
+            preemption_mode=config.mode,
+            max_preemptions=config.max_preemptions,
+            check=True,
+        ),
+        shares=Shares() if config.fair else None,
     )
+    executor.config, executor.rng = config, Random(len(jobs))
     client = Client(jobs, cancels, executor)
     client.scheduler = executor.scheduler = scheduler
     executor.client = client
@@ -279,35 +383,41 @@ def run(
     def record(step: StepRecord) -> None:
         assert step.plan.num_tokens <= config.budget
         finished_ids.extend(step.plan.finished_ids)
-        coverage["copies"] += sum(op.kind is BlockOpKind.COPY for op in step.plan.block_ops)
+        for op in step.plan.block_ops:
+            coverage[{BlockOpKind.COPY: "copies"}.get(op.kind, op.kind.name)] += 1
+        coverage["damaged blocks"] += len(step.result.damaged)
         for item in step.plan.items:
             coverage["forks"] += item.num_samples > 1
             coverage["chunks"] += item.num_samples == 0 and not item.discard
             coverage["padding"] += item.discard and item.num_samples == 0
             coverage["held rows"] += item.discard and item.num_samples > 0
 
-    engine = Engine(scheduler, executor, client, client, VirtualClock(), record)
+    engine = Engine(scheduler, executor, client, client, VirtualClock(), record, depth=config.depth)
     steps = 0
-    while client.events or scheduler.has_work:
-        steps += engine.step()
+    while engine.step() or client.events:
+        steps += 1
         assert steps <= most_steps(workload, config, jobs, cancels), "no progress"
-    assert not scheduler._live and scheduler._slots_used == 0 and scheduler.waiting.num_preempted == 0
+    assert not scheduler._live and scheduler.boarding.slots_used == 0 and scheduler.waiting.num_preempted == 0
     assert scheduler.kv.reserved == 0 and scheduler.kv.pool.num_free == config.num_blocks, "leaked"
+    assert all(tier.pool.num_free == tier.pool.num_blocks for tier in scheduler.kv.tiers), "leaked where it swaps to"
     scheduler.kv.check([])
     assert len(set(finished_ids)) == len(finished_ids), "an end told twice to the runner"
     for key in client.doomed:
         assert client.news[key].reason in (FinishReason.ABORT, FinishReason.ERROR), f"{key} was aborted and went on"
-    coverage["preemptions"] = scheduler.stats().total_preemptions
+    stats = scheduler.stats()
+    coverage["preemptions"], coverage["swaps"] = stats.total_preemptions, stats.total_swaps
     return client.news, coverage
 
 
 def most_steps(workload: Workload, config: Config, jobs: Sequence[Job], cancels: Sequence[Cancel]) -> int:
     """A bound that no schedule may pass, since each step either gives somebody a token, or is a chunk of a prompt that
     runs alone, which is never preempted. Between two tokens there are at most as many such chunks as make the longest
-    sequence; an abort may waste as many again, and a step in flight."""
-    tokens = sum(job.params.n * (workload.max_len(job) - len(job.prompt)) for job in jobs)
+    sequence; an abort may waste as many again, and a step in flight. With two steps in flight every other one may find
+    nobody who can run; whoever makes room for another, and whatever fails, is computed again."""
+    tokens = sum(job.params.width * (workload.max_len(job) - len(job.prompt)) for job in jobs)
     chunks = -(-workload.max_model_len // config.budget)
-    return (tokens + 2 * len(cancels)) * chunks + len(cancels)
+    bound = ((tokens + 2 * len(cancels)) * chunks + len(cancels)) * config.depth
+    return bound if config.is_plain else (10 if config.failing else 3) * bound + 100
 
 
 def check_workload(seed: int) -> Counter[str]:
@@ -316,7 +426,7 @@ def check_workload(seed: int) -> Counter[str]:
     workload = draw_workload(rng)
     expected: dict[Key, News] = {}
     for job in workload.jobs:
-        large = Config("chunked", "optimistic", False, job.params.n, 1000, workload.blocks(job, True))
+        large = Config("chunked", "optimistic", False, job.params.width, 1000, workload.blocks(job, True))
         expected |= run(workload, large, [job])[0]
         for key in job.sequences:
             check_end(workload, job, expected[key])
@@ -325,8 +435,8 @@ def check_workload(seed: int) -> Counter[str]:
         config = draw_config(rng, workload)
         news, coverage = run(workload, config, workload.jobs, workload.cancels)
         compare(workload, config, news, expected)
-        if config.reserves:
-            assert coverage["preemptions"] == 0, "whoever reserves is never preempted"
+        if config.reserves and config.is_plain:
+            assert coverage["preemptions"] == 0, f"whoever has its memory for sure is never preempted: {config}"
         coverage |= describe(workload, config, news)
         total.update(coverage)
         for event in ("preemptions", "copies", "hits", "forks"):
@@ -337,6 +447,9 @@ def check_workload(seed: int) -> Counter[str]:
 
 def check_end(workload: Workload, job: Job, got: News) -> None:
     """A request alone comes to the end that its parameters say."""
+    if got.is_search and got.reason is FinishReason.ERROR:
+        assert got.error and "fewer" in got.error  # than n texts, in a small vocabulary
+        return
     stops = [token in job.stop_ids for token in got.tokens]
     assert not any(stops[:-1]) and not any(stops[: job.params.min_tokens])
     if got.reason is FinishReason.STOP:
@@ -344,18 +457,22 @@ def check_end(workload: Workload, job: Job, got: News) -> None:
     else:
         assert got.reason is FinishReason.LENGTH and got.stop_token_id is None and not stops[-1]
         assert len(got.tokens) == workload.max_len(job) - len(job.prompt)
+    assert (got.cumulative_logprob is not None) == got.is_search
     assert len(got.logprobs) == (0 if job.params.logprobs is None else len(got.tokens))
 
 
 def compare(workload: Workload, config: Config, news: dict[Key, News], expected: dict[Key, News]) -> None:
     aborted = {(cancel.id, cancel.index) for cancel in workload.cancels}
     for job in workload.jobs:
-        fits = job.params.n <= config.max_num_seqs and workload.blocks(job, config.reserves) <= config.num_blocks
+        fits = job.params.width <= config.max_num_seqs and workload.blocks(job, config.reserves) <= config.num_blocks
+        fits = fits and not (job.params.use_beam_search and config.policy == "static")
         for key in job.sequences:
             got, want, context = news[key], expected[key], f"{key} under {config}"
             assert got.num_cached < len(job.prompt)
-            if not fits:
+            if not fits and (got.reason is FinishReason.ERROR or workload.windows == (0,)):
                 assert got.reason is FinishReason.ERROR and got.error and not got.tokens, context
+            elif config.failing and got.reason is FinishReason.ERROR and "failed" in (got.error or ""):
+                assert got.tokens == want.tokens[: len(got.tokens)], context
             elif got.reason is FinishReason.ABORT:
                 assert key in aborted or (job.id, None) in aborted, context
                 for name in ("tokens", "logprobs", "prompt_logprobs"):
@@ -369,8 +486,14 @@ def describe(workload: Workload, config: Config, news: dict[Key, News]) -> Count
     """What a run was, for the proof that the campaign reached everything."""
     name = config.policy if config.policy == "static" else f"{config.policy} {config.admission}"
     kinds = Counter({"runs": 1, f"{name}, cache {'on' if config.caching else 'off'}": 1})
+    kinds += Counter(
+        (f"depth {config.depth}", f"order {config.order}", f"windows {workload.windows}", f"mode {config.mode}")
+    )
+    kinds["fair"] += config.fair
+    kinds["failing"] += config.failing > 0
     for job in workload.jobs:
-        kinds[f"{config.policy} n={job.params.n}"] += 1
+        kinds[f"{config.policy} n={job.params.width}"] += 1
+        kinds["beam searches"] += job.params.use_beam_search
         cached = news[job.id, 0].num_cached
         kinds["hits"] += cached > 0
         if config.policy == "chunked":
@@ -388,6 +511,17 @@ EVENTS = {
     "held rows": 1000,
     "copies": 1000,
     "forks": 1000,
+    "SWAP_OUT": 2000,
+    "SWAP_IN": 300,
+    "swaps": 100,
+    "damaged blocks": 50,
+    "beam searches": 500,
+    "fair": 500,
+    "failing": 500,
+    **{f"depth {depth}": 1000 for depth in (1, 2)},
+    **{f"order {order}": 300 for order in ORDERS},
+    **{f"windows {windows}": 300 for windows in WINDOWS},
+    **{f"mode {mode}": 1000 for mode in ("auto", "swap", "recompute")},
     "abort WAITING": 50,
     "abort RUNNING": 100,
     "abort PREEMPTED": 10,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chairlift.core.gates import Optimistic
 from chairlift.core.plan import Capacity, StepPlan
-from chairlift.core.policy import Optimistic, make_policy
+from chairlift.core.policy import make_policy
 from chairlift.core.request import FinishReason, Status
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.scheduler import Scheduler, Settings
 from chairlift.errors import ConfigError
 
 MakeRig = Callable[..., Any]
@@ -259,8 +262,7 @@ def test_a_budget_too_small_names_both_settings_and_values_that_work(
         return Scheduler(
             Capacity(100, 4, max_model_len),
             make_policy(policy),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
+            Settings(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         )
 
     with pytest.raises(ConfigError) as caught:
@@ -281,9 +283,11 @@ def test_chunked_needs_no_budget_of_the_models_length(make_rig: MakeRig) -> None
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--scheduler-policy must be chunked, continuous or static, got 'fifo'"):
+    with pytest.raises(
+        ConfigError, match=r"--scheduler-policy must be chunked, continuous, static or an import .*'fifo'"
+    ):
         make_policy("fifo")
-    with pytest.raises(ConfigError, match=r"--admission must be one of optimistic, reserve, got 'none'"):
+    with pytest.raises(ConfigError, match=r"--admission must be one of optimistic, reserve, peak, got 'none'"):
         make_policy("chunked", admission="none")
 
 
@@ -360,3 +364,65 @@ def test_admission_is_first_come_first_served(make_rig: MakeRig, share: Share) -
     assert list(share(rig.step())) == ["large", "small"]
     assert all(request.status is Status.RUNNING for request in rig.scheduler.running.values())
     rig.run()
+
+
+# -- a policy of one's own
+
+
+@pytest.fixture(name="own")
+def own_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Saves source text as a module of its own, and gives its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def save(source: str) -> str:
+        name = f"own_{len(list(tmp_path.iterdir()))}_{tmp_path.parent.name}_{tmp_path.name}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return save
+
+
+def test_the_example_in_the_documentation_runs(make_rig: MakeRig, share: Share, own: Callable[[str], str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for separator in ".:":
+        rig = make_rig(f"{own(source)}{separator}SideBySide", max_num_seqs=2)
+        rig.add("large", 40, max_tokens=20)
+        rig.add("middle", 38, max_tokens=6)
+        rig.add("small", 4, max_tokens=6)
+        assert share(rig.step()) == {"small": 4, "middle": 32}
+        assert share(rig.step()) == {"small": 1, "middle": 6}
+        rig.run()
+        assert [len(rig.tokens(id)) for id in ("large", "middle", "small")] == [20, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("class Other: ...", ["AttributeError", "Mine"]),
+        ("import nothing_of_this_name", ["ModuleNotFoundError", "nothing_of_this_name"]),
+        ("class Mine: ...", ["TypeError", "takes no arguments"]),
+        (
+            "class Mine:\n    def __init__(self, gate, order): raise ValueError('not today')",
+            ["ValueError", "not today"],
+        ),
+        (
+            "class Mine:\n    def __init__(self, gate, order): self.gate, self.order = gate, order",
+            ["is no policy", "whole, holds, groups, quota, padding"],
+        ),
+        ("Mine = 5", ["TypeError", "not callable"]),
+    ],
+)
+def test_what_is_no_policy_is_refused(own: Callable[[str], str], source: str, parts: list[str]) -> None:
+    """F1: one line that says what is wrong with it."""
+    path = f"{own(source)}.Mine"
+    with pytest.raises(ConfigError) as caught:
+        make_policy(path)
+    for part in ("--scheduler-policy", path, *parts):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_to_nowhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--scheduler-policy no_such_package\.Mine cannot be used: ModuleNotFound"):
+        make_policy("no_such_package.Mine")

@@ -14,8 +14,10 @@ CONFIGS = [
     ("static", "reserve"),
     ("continuous", "optimistic"),
     ("continuous", "reserve"),
+    ("continuous", "peak"),
     ("chunked", "optimistic"),
     ("chunked", "reserve"),
+    ("chunked", "peak"),
 ]
 
 

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-from chairlift.core.plan import Output, StepRecord
-from chairlift.core.ports import Abort, Add, Clock, Executor, Sink, Source
+from chairlift.core.plan import Output, StepPlan, StepRecord, StepResult
+from chairlift.core.ports import Abort, Add, Clock, Executor, Inspect, Pin, Sink, Source
+from chairlift.core.recorder import FlightRecorder
 from chairlift.core.request import FinishReason
 from chairlift.core.scheduler import Scheduler
-from chairlift.errors import RequestRefused
+from chairlift.errors import RequestRefused, StepFailed
+
+MOST_DEPTH = 2  # a plan may build on the draws of the one before it, and no earlier ones
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: StepPlan
+    handle: Any
+    started: float
 
 
 class Engine:
-    """Owns the scheduler and drives an executor. One thread calls `step` over and over; nothing else may touch it."""
+    """Owns the scheduler and drives an executor. One thread calls `step` over and over; nothing else may touch it.
+
+    Args:
+        depth: most steps in flight. 1: a step is planned when the one before is done. 2: while it runs.
+        recorder: told of each step.
+    """
 
     def __init__(
         self,
@@ -22,49 +41,124 @@ class Engine:
         sink: Sink,
         clock: Clock,
         recorder: Callable[[StepRecord], None] | None = None,
+        *,
+        depth: int = 1,
     ) -> None:
+        if not 1 <= depth <= MOST_DEPTH:
+            raise ValueError(f"depth must be from 1 to {MOST_DEPTH}, got {depth}")
         self.scheduler = scheduler
         self.executor = executor
+        self.flight_recorder = FlightRecorder()
         self._source = source
         self._sink = sink
         self._clock = clock
         self._recorder = recorder
+        self._depth = depth
+        self._in_flight: deque[_Flight] = deque()
+        self._now = clock.now()
 
     def step(self) -> bool:
-        """Takes what has arrived and runs one model step. Returns False if there was nothing to run."""
+        """Takes what has arrived, plans a step if one can begin, and finishes the oldest if as many run as may.
+
+        Returns False if there was nothing to do.
+        """
         ended = self._take_messages()
+        ended += self.scheduler.expire(self._time())
         if ended:
             self._sink.put(ended, self.scheduler.stats())
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work and not self._in_flight:
             return False
-        started = self._clock.now()
+        begun = self._begin_step()
+        if self._in_flight and (not begun or len(self._in_flight) == self._depth):
+            self._finish_step()
+        return True
+
+    def close(self) -> None:
+        """Keeps what can be kept for the next run, and closes the executor. Live requests get no answer."""
+        while self._in_flight:
+            self._discard(self._in_flight.popleft())
+        plan = self.scheduler.farewell()
+        if plan is not None:
+            self.executor.result(self.executor.submit(plan))
+        self.executor.close()
+
+    def _begin_step(self) -> bool:
+        started = self._time()
         plan = self.scheduler.schedule(started)
         if plan is None:
-            raise RuntimeError("the scheduler has work, nothing is in flight, and it made no plan")
-        result = self.executor.result(self.executor.submit(plan))
-        now = self._clock.now()
-        outputs = self.scheduler.commit(plan, result, now)
+            if not self._in_flight and self.scheduler.wake_at is None and self.scheduler.has_work:
+                raise RuntimeError("the scheduler has work, nothing is in flight, and it made no plan")
+            return False
+        try:
+            self._in_flight.append(_Flight(plan, self.executor.submit(plan), started))
+        except StepFailed as failure:
+            self._recover(_Flight(plan, None, started), failure)
+        return True
+
+    def _finish_step(self) -> None:
+        flight = self._in_flight.popleft()
+        try:
+            result = self.executor.result(flight.handle)
+        except StepFailed as failure:
+            self._recover(flight, failure)
+            return
+        now = self._time()
+        outputs = self.scheduler.commit(flight.plan, result, now)
         stats = self.scheduler.stats()
         self._sink.put(outputs, stats)
+        self._record(StepRecord(flight.plan, result, tuple(outputs), stats, flight.started, now, self._events()))
+
+    def _record(self, record: StepRecord) -> None:
+        self.flight_recorder.add(record)
         if self._recorder:
-            self._recorder(StepRecord(plan, result, tuple(outputs), stats, started, now))
-        return True
+            self._recorder(record)
+
+    def _recover(self, failed: _Flight, failure: StepFailed) -> None:
+        """A step failed: all others in flight are waited for and thrown away, and all is computed again."""
+        while self._in_flight:
+            self._discard(self._in_flight.popleft())
+        outputs = self.scheduler.fail(failed.plan, str(failure))
+        stats = self.scheduler.stats()
+        self._sink.put(outputs, stats)
+        nothing = StepResult(failed.plan.step_id, (), ())
+        now = self._time()
+        self.flight_recorder.add(
+            StepRecord(failed.plan, nothing, tuple(outputs), stats, failed.started, now, self._events())
+        )
+
+    def _discard(self, flight: _Flight) -> None:
+        with suppress(StepFailed):
+            self.executor.result(flight.handle)
 
     def _take_messages(self) -> list[Output]:
         """Hands new messages to the scheduler; returns the ends that they caused."""
         ended: list[Output] = []
-        for message in self._source.take(idle=not self.scheduler.has_work):
+        wake_at = self.scheduler.wake_at if self.scheduler.has_work else None
+        idle = not self._in_flight and (wake_at is not None or not self.scheduler.has_work)
+        for message in self._source.take(idle, wake_at):
             match message:
                 case Add(request):
                     try:
-                        self.scheduler.add(request)
+                        self.scheduler.add(request, self._time())
                     except RequestRefused as refusal:
                         ended += [
                             Output(
                                 request.id, index, finish_reason=FinishReason.ERROR, error=str(refusal), refused=True
                             )
-                            for index in request.samples
+                            for index in request.outputs
                         ]
                 case Abort(request_id, index):
                     ended += self.scheduler.abort(request_id, index)
+                case Inspect(question, request_id):
+                    self._sink.answer(self.flight_recorder.report(question, request_id, self.scheduler, self._time()))
+                case Pin(token_ids):
+                    self.scheduler.pin(token_ids)
         return ended
+
+    def _events(self) -> tuple[Any, ...]:
+        return self.scheduler.take_events()
+
+    def _time(self) -> float:
+        """The clock's time; should the clock go back, time stands still."""
+        self._now = max(self._now, self._clock.now())
+        return self._now

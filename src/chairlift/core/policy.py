@@ -1,72 +1,31 @@
-"""Who goes next: batching policies and admission gates. The mechanism is in scheduler.py; here are only decisions."""
+"""What shares a step: batching policies. The mechanism is in scheduler.py; here are only decisions.
+
+A policy of your own is a class that the engine is given by its import path (``--scheduler-policy mypkg.MyPolicy``). It
+is called with a gate and an order, and most likely extends one of those below; see docs/policies.md.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, cast
 
-from chairlift.core.kv import KVManager
+from chairlift.core.gates import Gate, Reserve, make_gate
+from chairlift.core.order import Order
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Candidates for one step, in order: first these running requests, then, if ``boards``, the waiting queue."""
+    """Candidates for one step: first these running requests, then, by their rank, those whose prompts are computed in
+    part and, if ``boards``, the waiting queue."""
 
     running: Sequence[Request] = ()
+    partial: Sequence[Request] = ()
     boards: bool = False
-
-
-class Gate(Protocol):
-    """Decides how much memory must be there for a request to board.
-
-    Attributes:
-        promises: those blocks are kept for the request, so that it is never preempted.
-    """
-
-    promises: bool
-
-    def total(self, request: Request, kv: KVManager) -> int:
-        """Blocks that must be there for the request altogether."""
-        ...
-
-    def headroom(self, kv: KVManager) -> int:
-        """Blocks to leave available to those already running."""
-        ...
-
-
-class Optimistic:
-    """Board while blocks last, but for a watermark; when they run out later, somebody is preempted.
-
-    Even a part of a prompt boards only with room for all known tokens: else decodes soon push it out, and all was for
-    nothing.
-    """
-
-    promises = False
-
-    def __init__(self, watermark: float = 0.01) -> None:
-        self.watermark = watermark
-
-    def total(self, request: Request, kv: KVManager) -> int:
-        return kv.blocks_for(len(request.token_ids))
-
-    def headroom(self, kv: KVManager) -> int:
-        return int(self.watermark * kv.pool.num_blocks)
-
-
-class Reserve:
-    """Board only with room for the greatest length. Never preempts."""
-
-    promises = True
-
-    def total(self, request: Request, kv: KVManager) -> int:
-        return kv.full_blocks(request)
-
-    def headroom(self, kv: KVManager) -> int:
-        return 0
 
 
 class Policy(Protocol):
@@ -74,11 +33,13 @@ class Policy(Protocol):
 
     Attributes:
         gate: the admission gate.
+        order: who boards first.
         whole: requests are computed all or nothing, so the token budget must hold the longest.
         holds: a finished request keeps its slot, and goes on computing, until all that run have finished.
     """
 
     gate: Gate
+    order: Order
     whole: bool
     holds: bool
 
@@ -95,70 +56,21 @@ class Policy(Protocol):
         ...
 
 
-class Static:
-    """The baseline: a batch boards together, padded to its longest prompt, and leaves together.
-
-    Rows that finish early are held and computed until the last one ends, and nobody boards meanwhile. Every row gets
-    the memory of its greatest length.
-    """
-
-    whole = True
-    holds = True
-
-    def __init__(self) -> None:
-        self.gate: Gate = Reserve()
-        self._boarding = False
-        self._padded_prompt = 0
-
-    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
-        if not running:
-            self._boarding = True
-            self._padded_prompt = max((request.num_prompt for request in islice(waiting, slots)), default=0)
-        if self._boarding:  # a large batch takes several steps to board
-            yield Group(boards=True)
-            self._boarding = False
-        yield Group(running)
-
-    def quota(self, need: int, left: int) -> int:
-        return need if need <= left else 0
-
-    def padding(self, request: Request) -> int:
-        return max(0, self._padded_prompt - request.num_prompt)
-
-
-class Continuous:
-    """Iteration-level scheduling with whole prompts: who waits is computed first, in a step of its own."""
-
-    whole = True
-    holds = False
-
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
-
-    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
-        yield Group(boards=True)
-        yield Group(running)
-
-    def quota(self, need: int, left: int) -> int:
-        return need if need <= left else 0
-
-    def padding(self, request: Request) -> int:
-        return 0
-
-
 class Chunked:
     """Every step first serves all decodes, and fills what is left of the token budget with pieces of prompts."""
 
     whole = False
     holds = False
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, order: Order) -> None:
         self.gate = gate
+        self.order = order
 
     def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
-        decodes = [request for request in running if request.num_remaining == 1]
-        partial = [request for request in running if request.num_remaining > 1]
-        yield Group(decodes + partial, boards=True)
+        # As num_remaining == 1, which would cost a call for each of them in each step.
+        decodes = [r for r in running if len(r.token_ids) + r.num_pending - r.num_planned == 1]
+        partial = [] if len(decodes) == len(running) else [r for r in running if r.num_remaining > 1]
+        yield Group(decodes, partial, boards=True)
 
     def quota(self, need: int, left: int) -> int:
         return min(need, left)
@@ -167,18 +79,72 @@ class Chunked:
         return 0
 
 
-def make_policy(name: str, *, admission: str | None = None) -> Policy:
-    """A policy by its name in the configuration; without ``admission``, optimistic where there is a choice."""
-    gates = {"optimistic": Optimistic, "reserve": Reserve}
-    admission = admission or "optimistic"
-    if admission not in gates:
-        raise ConfigError(f"--admission must be one of {', '.join(gates)}, got {admission!r}")
-    gate: Gate = gates[admission]()
+class Continuous(Chunked):
+    """Iteration-level scheduling with whole prompts: who waits is computed first, in a step of its own."""
+
+    whole = True
+
+    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
+        yield Group(boards=True)
+        yield Group([request for request in running if request.num_remaining == 1])
+
+    def quota(self, need: int, left: int) -> int:
+        return need if need <= left else 0
+
+
+class Static(Continuous):
+    """The baseline: a batch boards together, padded to its longest prompt, and leaves together.
+
+    Rows that finish early are held and computed until the last one ends, and nobody boards meanwhile. Every row gets
+    the memory of its greatest length.
+    """
+
+    holds = True
+
+    def __init__(self) -> None:
+        super().__init__(Reserve(), Order())
+        self._boarding = False
+        self._padded_prompt = 0
+
+    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
+        if not running:
+            self._boarding = True
+            self._padded_prompt = max((len(request.token_ids) for request in islice(waiting, slots)), default=0)
+        if self._boarding:  # a large batch takes several steps to board
+            yield Group(boards=True)
+            self._boarding = False
+        yield Group([request for request in running if request.num_remaining == 1])
+
+    def padding(self, request: Request) -> int:
+        return max(0, self._padded_prompt - len(request.token_ids))
+
+
+def make_policy(name: str, *, admission: str | None = None, order: Order | None = None) -> Policy:
+    """A policy by its name in the configuration, or by the import path of its class."""
+    gate, order = make_gate(admission), order or Order()
     match name:
         case "static":
             return Static()
         case "continuous":
-            return Continuous(gate)
+            return Continuous(gate, order)
         case "chunked":
-            return Chunked(gate)
-    raise ConfigError(f"--scheduler-policy must be chunked, continuous or static, got {name!r}")
+            return Chunked(gate, order)
+    return _imported(name, gate, order)
+
+
+def _imported(path: str, gate: Gate, order: Order) -> Policy:
+    """An instance of the class at an import path, checked for what a policy must have."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    if not module:
+        raise ConfigError(
+            f"--scheduler-policy must be chunked, continuous, static or an import path such as mypkg.MyPolicy, "
+            f"got {path!r}"
+        )
+    try:
+        policy = getattr(importlib.import_module(module), name)(gate, order)
+    except Exception as error:
+        raise ConfigError(f"--scheduler-policy {path} cannot be used: {type(error).__name__}: {error}") from error
+    missing = [part for part in (*Policy.__annotations__, "groups", "quota", "padding") if not hasattr(policy, part)]
+    if missing:
+        raise ConfigError(f"--scheduler-policy {path} is no policy: it lacks {', '.join(missing)}")
+    return cast(Policy, policy)

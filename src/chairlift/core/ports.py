@@ -25,11 +25,78 @@ class Abort:
     index: int | None = None
 
 
-Message = Add | Abort
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The KV of these tokens, the beginning of prompts of all tenants, is computed now and stays."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """A question: what about this request, or, without an id, all that live? `Sink.answer` gets the reply."""
+
+    question: int
+    request_id: str | None = None
+
+
+Message = Add | Abort | Pin | Inspect
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A live sequence, for a person.
+
+    Fields:
+        state: waiting, running or preempted.
+        position: 1 for the next to board, None while it runs.
+        reason: for want of what it waits (`chairlift.core.recorder` explains the words), None while it runs.
+        waited: seconds since it was added.
+        estimated_start: seconds until it boards, by how fast the queue moved lately; None if not known.
+        num_blocks: KV blocks it holds on the device; num_host_blocks in host memory or on disk.
+    """
+
+    id: str
+    index: int
+    state: str
+    tenant: str
+    priority: int
+    num_prompt: int
+    num_output: int
+    num_computed: int
+    num_blocks: int
+    num_host_blocks: int
+    num_preemptions: int
+    waited: float
+    position: int | None = None
+    reason: str | None = None
+    estimated_start: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LifeLine:
+    """One line of a request's life. ``seconds`` from its arrival; steps ``step .. last_step`` if it spans several."""
+
+    seconds: float
+    step: int
+    last_step: int
+    index: int
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The answer to `Inspect`: the live sequences, the running in boarding order and then the waiting in the queue's,
+    and of one that was asked for by id, also its life as far as the flight recorder reaches back."""
+
+    question: int
+    requests: tuple[RequestView, ...] = ()
+    life: tuple[LifeLine, ...] = ()
 
 
 class Executor(Protocol):
-    """Runs plans, in the order submitted."""
+    """Runs plans, in the order submitted. `submit` and `result` may raise `chairlift.errors.StepFailed`."""
 
     def start(self) -> Capacity:
         """Loads and reserves everything; nothing is allocated later."""
@@ -47,15 +114,20 @@ class Executor(Protocol):
 
 
 class Source(Protocol):
-    def take(self, idle: bool) -> Sequence[Message]:
+    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
         """New messages. Returns at once while the engine has work; when ``idle``, may wait for the first (a wall
-        clock waits a bounded time, a virtual one jumps to the next arrival)."""
+        clock waits a bounded time, a virtual one jumps to the next arrival), but not beyond ``until``, a time of the
+        engine's clock."""
         ...
 
 
 class Sink(Protocol):
     def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
         """Takes a step's outputs; must not block for long, since the engine waits."""
+        ...
+
+    def answer(self, report: Report) -> None:
+        """Takes the reply to an `Inspect`."""
         ...
 
 

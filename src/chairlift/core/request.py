@@ -16,6 +16,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP = 16
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**64 - 1
+MAX_BEAMS = 64
+MAX_MILLISECONDS = 1e9
 
 
 class Status(enum.Enum):
@@ -28,6 +30,7 @@ class Status(enum.Enum):
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
+    DEADLINE = "deadline"
     ABORT = "abort"
     ERROR = "error"
 
@@ -55,6 +58,12 @@ class SamplingParams:
         logit_bias: token id to a value, -100 to 100, added to its logit.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string that ended the text.
+        best_of: draw this many samples and return the n with the best mean logprob; None means n.
+        use_beam_search: return the n best of a beam search of width best_of (n if None). Temperature, top_p, top_k,
+            min_p, penalties, bias and seed play no part in it and must be left alone (temperature may be 0).
+        length_penalty: a beam's score is its logprob over its number of tokens to this power.
+        ttft_ms, deadline_ms: the first token, and the last, must come within so many milliseconds of the request's
+            arrival; a request that is late, or certain to be, ends with the finish reason ``deadline``.
     """
 
     n: int = 1
@@ -76,6 +85,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    ttft_ms: float | None = None
+    deadline_ms: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # vLLM and OpenAI accept a single string
@@ -121,15 +135,58 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, 2**31 - 1)
             _real("logit_bias", bias, -100.0, 100.0)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "use_beam_search"):
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise ParameterError(name, f"{name} must be true or false, got {show(flag)}")
+        for name, limit in (("ttft_ms", self.ttft_ms), ("deadline_ms", self.deadline_ms)):
+            if limit is not None:
+                _real(name, limit, 0.0, MAX_MILLISECONDS, above=True)
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, self.n, MAX_N)
+        _real("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.length_penalty != 1.0:
+            raise ParameterError("length_penalty", "length_penalty has no effect without use_beam_search; leave it out")
+
+    def _check_beams(self) -> None:
+        """A beam search takes the likeliest tokens of the model itself: whatever else shapes a draw is an error."""
+        _whole("best_of" if self.best_of else "n", self.width, 1, MAX_BEAMS)
+        plain = SamplingParams()
+        for name in _NOT_FOR_BEAMS:
+            value = getattr(self, name)
+            if value != getattr(plain, name) and not (name == "temperature" and value == 0):
+                raise ParameterError(
+                    name, f"{name} has no effect with use_beam_search; leave it out, got {show(value)}"
+                )
+
+    @property
+    def width(self) -> int:
+        """Sequences that run for a prompt: samples, of which the best n are returned, or beams."""
+        return self.best_of or self.n
 
     @property
     def uses_history(self) -> bool:
         """Whether the logits depend on the tokens seen so far (penalties)."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_NOT_FOR_BEAMS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop",
+    "logprobs",
+    "prompt_logprobs",
+)
 
 
 def _whole(param: str, value: object, low: int, high: int) -> None:
@@ -156,16 +213,51 @@ def _items(param: str, value: object, things: str) -> tuple[Any, ...]:
     return tuple(value or ())
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """What a runner must know of a sequence and never changes.
+
+    Fields:
+        request_id, index: which sequence this is (`Request.key`).
+        params: the request's.
+        seed: the request's; with the sample's index and its position it fixes the noise.
+        num_prompt: prompt length.
+        stop_ids: the model's end tokens (unless ignore_eos) and params.stop_token_ids.
+        num_logprobs: best tokens whose logprobs are wanted with each draw; None for none at all.
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    stop_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
+
+
+Key = tuple[str, int]
+"""What names a sequence among all live ones: the request's id and the sample's index."""
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Blocks promised to a request and its samples, which draw on it together. ``left`` are not taken yet."""
+
+    left: int = 0
+    members: list[Request] = field(default_factory=list)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One sequence. There is no prefill or decode state: tokens ``num_computed .. len(token_ids) - 1`` are still to do.
 
-    | range of token_ids               | what it holds                                     |
-    |----------------------------------|---------------------------------------------------|
-    | 0 .. num_prompt                  | the prompt                                        |
-    | num_prompt .. len                | generated so far                                  |
-    | 0 .. num_computed                | tokens whose KV is valid                          |
-    | 0 .. len(block_table)*block_size | positions that have a block                       |
+    | range of positions          | what it holds                                                                      |
+    |-----------------------------|------------------------------------------------------------------------------------|
+    | 0 .. num_prompt             | the prompt                                                                         |
+    | num_prompt .. len(token_ids)| generated so far; num_pending more are being drawn                                 |
+    | 0 .. num_computed           | tokens whose KV is valid                                                           |
+    | num_computed .. num_planned | tokens whose KV steps in flight compute; equal when none is in flight              |
+    | 0 .. writable_end           | positions that may be written without asking `KVManager.grow`                      |
 
     Owners: the scheduler writes everything but the KV fields (the last group), which only `KVManager` writes.
     """
@@ -176,29 +268,46 @@ class Request:
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()  # the model's end tokens (unless ignore_eos) and params.stop_token_ids
-    max_len: int = 0  # longest that token_ids may become; set by Scheduler.add
     index: int = 0  # which of the n samples this is
-    num_samples: int = 1  # n before the prompt is computed, 1 after the fork
+    num_samples: int = 1  # params.width before the prompt is computed, 1 after the fork
     tenant: str = ""
-    priority: int = 0
+    priority: int = 0  # lower is served first
     arrival: float = 0.0
+
+    info: SequenceInfo | None = None  # set by Scheduler.add, as are the next four
+    plain: bool = False  # draws one token at a time, by its logits alone: the fast path of the scheduler
+    max_len: int = 0  # longest that token_ids may become
+    ticket: int = 0  # counts requests as they were added; samples share it
+    queued_at: float = 0.0  # the engine's time when it was added
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     aborted: set[int] = field(default_factory=set)  # samples that are to end as soon as they are forked
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_preemptions: int = 0
+    num_failures: int = 0  # steps of it that failed, one after the other
     num_prompt_logprobs: int = 0  # of those asked for, how many were already given out
+    num_charged: int = 0  # positions that its tenant was charged for
+    num_pending: int = 0  # tokens being drawn by a step in flight, 0 or 1
+    pending: int = 0  # what stands for that token in the next step's item
+    num_planned: int = 0
 
     num_computed: int = 0
+    writable_end: int = 0
     block_table: list[int] = field(default_factory=list)
-    host_table: list[int] = field(default_factory=list)
+    table: tuple[int, ...] | None = None  # block_table as plans carry it; None when that has changed
     block_hashes: list[bytes] = field(default_factory=list)
-    num_reserved: int = 0  # blocks promised to this request and not yet taken
+    num_indexed: int = 0  # full blocks that others can find
+    num_slid: int = 0  # blocks that every window has passed
+    host_table: list[int] = field(
+        default_factory=list
+    )  # like block_table, of host and disk blocks; empty if not swapped
+    num_swapped: int = 0  # tokens whose KV is there
+    reservation: Reservation | None = None  # blocks promised to this request and its samples
 
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed; 1 while it decodes."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_planned
 
     @property
     def num_output(self) -> int:
@@ -210,9 +319,55 @@ class Request:
         return range(self.index, self.index + self.num_samples)
 
     @property
-    def key(self) -> tuple[str, int]:
-        """What names this sequence among all live ones: the request's id and the sample's index."""
+    def outputs(self) -> range:
+        """Indexes under which its client hears of it: its samples, or the results of a beam search."""
+        return range(self.params.n) if self.params.use_beam_search else self.samples
+
+    @property
+    def key(self) -> Key:
         return self.id, self.index
+
+    def copy(self, index: int, length: int) -> Request:
+        """A sequence of its own with the first ``length`` tokens of this one; it has no KV, and waits."""
+        return Request(
+            id=self.id,
+            index=index,
+            token_ids=self.token_ids[:length],
+            num_prompt=self.num_prompt,
+            params=self.params,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+            max_len=self.max_len,
+            ticket=self.ticket,
+            queued_at=self.queued_at,
+            tenant=self.tenant,
+            priority=self.priority,
+            arrival=self.arrival,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_charged=self.num_charged,
+            num_prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+    def prepare(self, num_candidates: int | None = None) -> None:
+        """Fills in what is derived from the rest, once index and samples are known. ``num_candidates``: tokens that a
+        beam must be offered."""
+        params = self.params
+        num_logprobs = num_candidates if params.use_beam_search else params.logprobs
+        self.info = SequenceInfo(self.id, self.index, params, self.seed, self.num_prompt, self.stop_ids, num_logprobs)
+        self.plain = self.num_samples == 1 and not params.uses_history and not params.use_beam_search
+
+    @property
+    def deadline(self) -> float | None:
+        """When its last token must have come."""
+        limit = self.params.deadline_ms
+        return None if limit is None else self.arrival + limit / 1000
+
+    @property
+    def ttft_deadline(self) -> float | None:
+        """When its first token must have come."""
+        limits = [limit for limit in (self.params.ttft_ms, self.params.deadline_ms) if limit is not None]
+        return self.arrival + min(limits) / 1000 if limits else None
 
 
 def make_request(
@@ -224,11 +379,15 @@ def make_request(
     eos_token_ids: frozenset[int],
     seed: int | None = None,
     arrival: float = 0.0,
+    tenant: str = "",
+    priority: int = 0,
 ) -> Request:
     """What a client asks for, completed with what the model and the settings say.
 
     Args:
         seed: for parameters that name none; None draws one at random.
+        tenant: on whose behalf; the prefix cache and fairness keep tenants apart.
+        priority: lower is served first.
     Raises:
         ParameterError: a token id is outside the vocabulary.
     """
@@ -245,8 +404,10 @@ def make_request(
         params=params,
         seed=secrets.randbits(64) if seed is None else seed,
         stop_ids=stop_ids if params.ignore_eos else stop_ids | eos_token_ids,
-        num_samples=params.n,
+        num_samples=params.width,
         arrival=arrival,
+        tenant=tenant,
+        priority=priority,
     )
 
 

@@ -2,51 +2,44 @@
 
 `schedule` turns the queues into a `StepPlan`; `commit` takes the step's result back into them. What goes into a step is
 the policy's decision, where it lives in memory the KV manager's; this file moves requests between the queues and is the
-only writer of their status, tokens and end.
+only writer of their status, tokens and end. Several plans may be in flight, as long as they are committed in order.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
+from chairlift.core.batch import Batch, Flight, new_item
+from chairlift.core.beams import BeamSearch, num_candidates
+from chairlift.core.boarding import Boarding
+from chairlift.core.deadlines import Deadlines, is_late
 from chairlift.core.kv import KVManager
-from chairlift.core.plan import BAD_LOGITS, Capacity, Output, StepItem, StepPlan, StepResult, StepStats, TokenLogprob
+from chairlift.core.pace import Pace, Work
+from chairlift.core.plan import (
+    BAD_LOGITS,
+    BlockOpKind,
+    Capacity,
+    Event,
+    Output,
+    StepItem,
+    StepPlan,
+    StepResult,
+    StepStats,
+    TokenLogprob,
+)
 from chairlift.core.policy import Group, Policy
-from chairlift.core.request import FinishReason, Request, Status
+from chairlift.core.queue import WaitingQueue
+from chairlift.core.request import FinishReason, Key, Request, SamplingParams, Status
+from chairlift.core.settings import Settings
+from chairlift.core.shares import Shares
 from chairlift.errors import ConfigError, RequestRefused
 
-Key = tuple[str, int]  # Request.key
+__all__ = ["Key", "Scheduler", "Settings"]
 
 _BAD_LOGITS = "the model's logits are not finite numbers"
-
-
-class WaitingQueue:
-    """First come, first served; a preempted request goes back to the front. Every operation takes constant time."""
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[Key, Request] = OrderedDict()
-        self.num_preempted = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-    def peek(self) -> Request:
-        return next(iter(self._requests.values()))
-
-    def push(self, request: Request) -> None:
-        self._requests[request.key] = request
-        if request.status is Status.PREEMPTED:
-            self._requests.move_to_end(request.key, last=False)
-            self.num_preempted += 1
-
-    def remove(self, request: Request) -> None:
-        del self._requests[request.key]
-        self.num_preempted -= request.status is Status.PREEMPTED
+_MOST_FAILURES_TOGETHER = 2  # steps of a request in a row that fail before it is tried alone
+_MOST_FAILURES_ALONE = 3  # and then before it ends
 
 
 class Scheduler:
@@ -56,43 +49,93 @@ class Scheduler:
         self,
         capacity: Capacity,
         policy: Policy,
+        settings: Settings,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool = True,
-        check: bool = False,
+        shares: Shares | None = None,
+        secret: bytes | None = None,
+        disk_contents: Iterable[tuple[int, bytes]] = (),
     ) -> None:
-        """``check`` verifies the KV manager's invariants after each plan and commit (slow)."""
-        _require_budget(max_num_batched_tokens, "max-num-seqs", max_num_seqs)
+        """With ``shares``, tenants are treated fairly. The last two are `KVManager`'s."""
+        _require_budget(settings.max_num_batched_tokens, "max-num-seqs", settings.max_num_seqs)
         if policy.whole:
-            _require_budget(max_num_batched_tokens, "max-model-len", capacity.max_model_len)
+            _require_budget(settings.max_num_batched_tokens, "max-model-len", capacity.max_model_len)
         self.policy = policy
         self.capacity = capacity
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.kv = KVManager(capacity, enable_prefix_caching=enable_prefix_caching)
-        self.waiting = WaitingQueue()
-        self.running: dict[Key, Request] = {}  # in the order of boarding
+        self.settings = settings
+        self.kv = KVManager(
+            capacity,
+            max_chunk=settings.max_num_batched_tokens,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            secret=secret,
+            disk_contents=disk_contents,
+        )
+        self.pace = Pace()
+        self.boarding = Boarding(capacity, policy, settings, self.kv, self.pace, shares, self._tell)
+        self.wake_at: float | None = None  # the time until which an idle engine waits for more requests
+        self._shares = shares
         self._live: dict[str, dict[int, Request]] = {}  # request id -> sample index -> sequence
-        self._slots_used = 0  # a request of n samples takes n slots from the start
+        self._beams: dict[str, BeamSearch] = {}
+        self._deadlines = Deadlines()
+        self._in_flight: deque[Flight] = deque()
+        self._suspects: dict[Key, Request] = {}  # requests whose steps failed again and again: each is tried alone
         self._finished_ids: list[str] = []
-        self._check = check
+        self._events: list[Event] = []
         self._next_step = 0
+        self._next_ticket = 0
+        self._now = 0.0
+        self._idle_since = 0.0  # when the first of those who wait came to an idle engine
+        self._budget = 0
         self._last_tokens = 0
         self._last_seconds = 0.0
-        self._total_preemptions = 0
-        self._total_cached_tokens = 0
-        self._total_lookup_tokens = 0
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.boarding.waiting
+
+    @property
+    def running(self) -> dict[Key, Request]:
+        """In the order of boarding."""
+        return self.boarding.running
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    # -- add and abort
+    @property
+    def live(self) -> Iterator[Request]:
+        return (request for samples in self._live.values() for request in samples.values())
 
-    def add(self, request: Request) -> None:
+    # -- add, abort, expire
+
+    def add(self, request: Request, now: float = 0.0) -> None:
         """Queues a request, or raises `RequestRefused` if it could never run here."""
+        self._refuse(request)
         limit, params = self.capacity.max_model_len, request.params
+        request.max_len = limit if params.max_tokens is None else min(limit, request.num_prompt + params.max_tokens)
+        needed = max(self.kv.held(request.max_len, prefilling=True), self.policy.gate.total(request, self.kv))
+        if params.use_beam_search or not self.policy.gate.preempts:
+            needed = max(needed, self.kv.full_blocks(request))
+        if needed > self.boarding.room:
+            raise RequestRefused(
+                f"the request needs up to {needed} KV blocks of {self.kv.block_size} tokens, and the cache has "
+                f"{self.boarding.room} for it; lower max_tokens or n, or raise --kv-cache-memory"
+            )
+        self._now = now
+        self._next_ticket += 1
+        request.ticket, request.queued_at = self._next_ticket, now
+        self._prepare(request)
+        if not self.has_work:
+            self._idle_since = now
+        self._deadlines.watch(request, self._live)
+        if self._shares:
+            self._shares.join(request.tenant)
+        self._live[request.id] = {request.index: request}
+        self._tell(request, "queued", f"prompt of {request.num_prompt} tokens")
+        self.waiting.push(request)
+
+    def _refuse(self, request: Request) -> None:
+        """Raises `RequestRefused` for what can be told without looking at memory."""
+        limit, slots = self.capacity.max_model_len, self.settings.max_num_seqs
         if request.id in self._live:
             raise RequestRefused(f"a request with the id {request.id!r} is already here")
         if request.num_prompt < 1:
@@ -102,27 +145,22 @@ class Scheduler:
                 f"the prompt has {request.num_prompt} tokens, and max-model-len is {limit} with at least one token of "
                 f"output; shorten the prompt to {limit - 1} tokens or raise --max-model-len"
             )
-        if request.num_samples > self.max_num_seqs:
+        if request.num_samples > slots:
             raise RequestRefused(
-                f"n is {request.num_samples}, and at most {self.max_num_seqs} sequences run at once; "
-                f"lower n to {self.max_num_seqs} or raise --max-num-seqs"
+                f"n is {request.num_samples}, and at most {slots} sequences run at once; "
+                f"lower n (or best_of) to {slots} or raise --max-num-seqs"
             )
-        request.max_len = limit
-        if params.max_tokens is not None:
-            request.max_len = min(limit, request.num_prompt + params.max_tokens)
-        needed = max(self.kv.blocks_for(request.max_len), self.policy.gate.total(request, self.kv))
-        if needed > self.capacity.num_blocks:
-            raise RequestRefused(
-                f"the request needs up to {needed} KV blocks of {self.kv.block_size} tokens, and the cache has "
-                f"{self.capacity.num_blocks}; lower max_tokens or n, or raise --kv-cache-memory"
-            )
-        self._live[request.id] = {request.index: request}
-        self.waiting.push(request)
+        if request.params.use_beam_search and self.policy.holds:
+            raise RequestRefused("static batching cannot search with beams; use another --scheduler-policy")
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends a request, or one sample of it, now. An unknown one is ignored: it may have just finished."""
         outputs: list[Output] = []
+        if index is not None and any(r.params.use_beam_search for r in self._live.get(request_id, {}).values()):
+            return outputs  # its results are known all together, at its end
         for request in list(self._live.get(request_id, {}).values()):
+            if request.status is Status.FINISHED:  # as a beam of a search that just ended
+                continue
             if index is None:
                 outputs += self._end(request, FinishReason.ABORT)
             elif index in request.samples:
@@ -131,162 +169,227 @@ class Scheduler:
                     outputs += self._end(request, FinishReason.ABORT)
         return outputs
 
+    def expire(self, now: float) -> list[Output]:
+        """Ends the requests whose time is over, and those that wait and could not produce a token in time any more."""
+        self._now = now
+        outputs: list[Output] = []
+        for request in self._deadlines.due(now):
+            for sample in list(self._live.get(request.id, {}).values()):
+                if sample.ticket == request.ticket and sample.finish_reason is None and is_late(sample, now):
+                    outputs += self._end(sample, FinishReason.DEADLINE)
+        while self._deadlines and self.waiting:
+            head = self.waiting.first(self.kv, now)
+            if not self._hopeless(head):
+                break
+            outputs += self._end(head, FinishReason.DEADLINE)
+        return outputs
+
+    def _hopeless(self, request: Request) -> bool:
+        """Whether a waiting request cannot have its first token in time even if it boards now."""
+        due = request.ttft_deadline if request.num_output == 0 else request.deadline
+        if due is None or not self.pace.known:
+            return False
+        known = self.kv.lookup(request).num_tokens
+        return self._now + self.pace.seconds(Work().plus(known, len(request.token_ids) - known)) > due
+
     # -- schedule
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run."""
-        for group in self.policy.groups(self.waiting, list(self.running.values()), self.max_num_seqs):
-            items = self._fill(group)
-            if items:
-                plan = StepPlan(self._next_step, tuple(items), self.kv.take_ops(), tuple(self._finished_ids))
-                self._next_step += 1
-                self._finished_ids.clear()
-                self._run_check()
-                return plan
+        """The next step, or None if nothing can run: while steps are in flight, or until `wake_at`."""
+        self._now = now
+        self.wake_at = self._delayed_until(now)
+        if self.wake_at is not None:
+            self.boarding.bind(self.waiting.first(self.kv, now), "delay")
+            return None
+        if not self.waiting:
+            self.boarding.bind(None, "")
+        elif self.policy.holds and self.running:
+            self.boarding.bind(self.waiting.first(self.kv, now), "batch")
+        if self._suspects:
+            return self._schedule_alone()
+        running = list(self.running.values())
+        leaving = None if self.policy.holds else self.boarding.make_way(now)
+        if leaving is not None:
+            running.remove(leaving)
+        for group in self.policy.groups(self.waiting, running, self.settings.max_num_seqs):
+            batch = self._fill(group)
+            if batch.items:
+                return self._depart(batch)
         return None
 
-    def _fill(self, group: Group) -> list[StepItem]:
+    def _schedule_alone(self) -> StepPlan | None:
+        """A step of one suspect alone, so that a request that makes its steps fail takes no other with it."""
+        if self._in_flight:
+            return None
+        request = next(iter(self._suspects.values()))
+        if request.status is not Status.RUNNING:
+            for other in list(self.running.values()):  # no more than must be: they have just begun
+                if not self.boarding.lacks_room(request):
+                    break
+                self.boarding.preempt(other, "a step of its own for a request whose steps failed")
+        batch = Batch(self.settings.max_num_batched_tokens)
+        batch.left = batch.budget
+        if request.status is not Status.RUNNING:
+            self.boarding.board(batch, request)
+        elif request.num_remaining == 1:
+            self._add_decodes(batch, [request])
+        else:
+            self._continue(batch, request)
+        return self._depart(batch) if batch.items else None
+
+    def _depart(self, batch: Batch) -> StepPlan:
+        plan = StepPlan(self._next_step, tuple(batch.items), self.kv.take_ops(), tuple(self._finished_ids))
+        self._next_step += 1
+        self._finished_ids.clear()
+        self._in_flight.append(Flight(plan, batch.requests, batch.work))
+        if self.settings.check:
+            self.check()
+        return plan
+
+    def _delayed_until(self, now: float) -> float | None:
+        """An idle engine may wait a moment for more requests; None if it does not wait."""
+        until = self._idle_since + self.settings.max_batch_delay
+        if not self.waiting or self.running or now >= until or len(self.waiting) >= self.settings.max_num_seqs:
+            return None
+        return until
+
+    def _fill(self, group: Group) -> Batch:
         """Takes candidates in the group's order while the token budget lasts."""
-        items: list[StepItem] = []
-        left = self.max_num_batched_tokens
-        scheduled: set[Key] = set()
-        for request in group.running:
-            if request.status is not Status.RUNNING:  # preempted a moment ago by one before it in the group
+        batch = Batch(self.settings.max_num_batched_tokens)
+        self._add_decodes(batch, group.running)
+        if self.settings.slo_itl is not None and batch.items:
+            self._keep_pace(batch)
+        self._budget = len(batch.items) + batch.left
+        self._add_prefills(batch, group)
+        return batch
+
+    def _add_decodes(self, batch: Batch, running: Sequence[Request]) -> None:
+        """One token for each. The loop that a step's cost depends on: for each sequence it does only what must be done.
+
+        `KVManager.grow` is asked only where ``writable_end`` says that there is something to grow.
+        """
+        items, requests, draws, positions = batch.items, batch.requests, 0, 0
+        for request in running:
+            start, pending = request.num_planned, request.num_pending
+            if pending and len(request.token_ids) + pending >= request.max_len:  # its last token is being drawn
                 continue
-            n = self.policy.quota(request.num_remaining, left)
-            if n and self._make_room(request, n, scheduled):
-                scheduled.add(request.key)
-                items.append(self._item(request, n))
-                left -= n
-        while group.boards and left and self.waiting:
-            boarded = self._board(self.waiting.peek(), left)
-            if not boarded:
-                break
-            items += boarded
-            left -= sum(len(item.token_ids) for item in boarded)
-        return items
+            if start >= request.writable_end and (
+                request.status is not Status.RUNNING or not self.boarding.make_room(request, 1)
+            ):
+                continue  # preempted a moment ago by one before it, or just now, or it must wait
+            if not request.plain or request.finish_reason is not None:
+                batch.num_draws = draws
+                batch.take(request, 1)
+                draws = batch.num_draws
+            else:
+                table = request.table
+                if table is None:
+                    table = request.table = tuple(request.block_table)
+                token = request.pending if pending else request.token_ids[-1]
+                items.append(new_item((request.info, start, (token,), table, 1, (), (), False)))
+                requests.append(request)
+                draws += 1
+                request.num_planned = start + 1
+                request.num_pending = pending + 1
+                request.pending = -draws
+            positions += start
+        count = len(items)
+        batch.num_draws, batch.left = draws, batch.budget - count
+        batch.work = Work(count, positions + count)
 
-    def _make_room(self, request: Request, n: int, scheduled: set[Key]) -> bool:
-        """Grows a running request, preempting whoever boarded last and is not in this step yet; maybe itself."""
-        while not self.kv.grow(request, n):
-            victim = next(other for key, other in reversed(self.running.items()) if key not in scheduled)
-            self._preempt(victim)
-            if victim is request:
-                return False
-        return True
+    def _keep_pace(self, batch: Batch) -> None:
+        """Cuts the budget to what keeps the time between the tokens of the decodes in this step."""
+        assert self.settings.slo_itl is not None
+        start = max((r.num_planned for r in self.running.values() if r.num_remaining > 1), default=0)
+        left = self.pace.chunk(batch.work, start, batch.left, self.settings.slo_itl)
+        batch.left, batch.paced = left, left < batch.left
 
-    def _preempt(self, request: Request) -> None:
-        """Back to the front of the queue; its KV is dropped and will be recomputed."""
-        self.kv.release(request)
-        self._leave_running(request)
-        request.status = Status.PREEMPTED
-        request.num_preemptions += 1
-        self._total_preemptions += 1
-        self.waiting.push(request)
+    def _add_prefills(self, batch: Batch, group: Group) -> None:
+        """Pieces of prompts, by rank: of those aboard and of those who wait."""
+        aboard = deque(sorted(group.partial, key=self.waiting.rank))
+        boards = group.boards
+        while aboard or boards:
+            head = self.waiting.first(self.kv, self._now) if boards and self.waiting else None
+            if aboard and (head is None or self.waiting.rank(aboard[0]) <= self.waiting.rank(head)):
+                request = aboard.popleft()
+                if batch.left > 0 and request.status is Status.RUNNING:
+                    self._continue(batch, request)
+            else:
+                boards = head is not None and self.boarding.board(batch, head)
 
-    def _board(self, request: Request, left: int) -> list[StepItem]:
-        """Admits the head of the queue if slots, tokens and memory allow; returns its items, or nothing."""
-        if self._slots_used + request.num_samples > self.max_num_seqs:
-            return []
-        gate, hit = self.policy.gate, self.kv.lookup(request)
-        need = len(request.token_ids) - len(hit) * self.kv.block_size
-        total = gate.total(request, self.kv)
-        padding = self._padding(request, total)
-        n = self.policy.quota(need + padding, left) - padding
-        # Padding beyond the greatest length takes blocks that the samples cannot use.
-        total += max(0, self.kv.blocks_for(request.num_prompt + padding) - self.kv.blocks_for(request.max_len))
-        headroom = gate.headroom(self.kv) if self.running else 0
-        if n <= 0 or not self.kv.admit(
-            request, hit, n + padding, total=total, promise=gate.promises, headroom=headroom
-        ):
-            return []
-        self._count_lookup(request)
-        self.waiting.remove(request)
-        request.status = Status.RUNNING
-        self.running[request.key] = request
-        self._slots_used += request.num_samples
-        items = [self._item(request, n)]
-        if padding:
-            items.append(self._padding_item(request, padding))
-        return items
-
-    def _count_lookup(self, request: Request) -> None:
-        if request.status is Status.WAITING:
-            request.num_cached_tokens = request.num_computed
-            self._total_cached_tokens += request.num_computed
-            self._total_lookup_tokens += request.num_prompt
-
-    def _item(self, request: Request, n: int) -> StepItem:
-        """The next ``n`` tokens of a request. A row held by a static batch repeats its last token, for nothing."""
-        start, end, params = request.num_computed, request.num_computed + n, request.params
-        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt)]
-        return StepItem(
-            request_id=request.id,
-            index=request.index,
-            start=start,
-            token_ids=tuple(request.token_ids[start:end]),
-            block_table=tuple(request.block_table),
-            num_samples=request.num_samples if end == len(request.token_ids) else 0,
-            params=params,
-            seed=request.seed,
-            num_prompt=request.num_prompt,
-            stop_ids=request.stop_ids,
-            history=tuple(request.token_ids[:end]) if params.uses_history else (),
-            prompt_targets=tuple(targets) if params.prompt_logprobs is not None else (),
-            discard=request.finish_reason is not None,
-        )
-
-    def _padding(self, request: Request, total: int) -> int:
-        """Padding that the policy wants, as far as the request would still fit an empty cache."""
-        spare = self.capacity.num_blocks - total + self.kv.blocks_for(request.max_len)
-        room = min(spare * self.kv.block_size, self.capacity.max_model_len) - request.num_prompt
-        return min(self.policy.padding(request), max(0, room))
-
-    def _padding_item(self, request: Request, padding: int) -> StepItem:
-        """Rows after the prompt, at positions that real tokens will overwrite before anybody reads them."""
-        return StepItem(
-            request_id=request.id,
-            index=request.index,
-            start=request.num_prompt,
-            token_ids=(request.token_ids[-1],) * padding,
-            block_table=tuple(request.block_table),
-            num_samples=0,
-            params=request.params,
-            seed=request.seed,
-            num_prompt=request.num_prompt,
-            discard=True,
-        )
+    def _continue(self, batch: Batch, request: Request) -> None:
+        """The next piece of a prompt that is computed in part."""
+        n = self.policy.quota(request.num_remaining, batch.left)
+        if n and self.boarding.make_room(request, n):
+            self.boarding.take(batch, request, n)
 
     # -- commit
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Takes a step's result; returns the news of every sequence that gained tokens or ended."""
+        flight = self._in_flight.popleft()
+        assert flight.plan is plan, "plans are committed in the order in which they were made"
+        self._now = now
+        if result.damaged:
+            self._drop_damaged(flight, result.damaged)
         outputs: list[Output] = []
+        requests = flight.requests
         for i, item in enumerate(plan.items):
-            request = self.running.get((item.request_id, item.index))
-            if item.discard or request is None:  # padding, or ended while the step ran
+            request = requests[i]
+            if request is None or request.finish_reason is not None:  # padding, a held row, or ended meanwhile
                 continue
-            prompt_logprobs = self._new_prompt_logprobs(request, item, result, i)
-            if any(entry.token_id == BAD_LOGITS for entry in prompt_logprobs):
+            if request.num_failures or self._suspects:
+                request.num_failures = 0
+                self._suspects.pop(request.key, None)
+            prompt_logprobs: tuple[TokenLogprob, ...] = ()
+            if item.prompt_targets:
+                prompt_logprobs = self._new_prompt_logprobs(request, item, result, i)
+                if any(entry.token_id == BAD_LOGITS for entry in prompt_logprobs):
+                    outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
+                    continue
+            self.kv.commit(request, len(item.token_ids))
+            if not item.num_samples:
+                if prompt_logprobs:
+                    outputs.append(Output(request.id, request.index, prompt_logprobs=prompt_logprobs))
+                continue
+            tokens, logprobs = result.tokens[i], result.logprobs[i]
+            if not request.plain:
+                outputs += self._sampled(request, tokens, logprobs, prompt_logprobs)
+                continue
+            # What _sampled does for a single sequence, for nearly all of them in nearly every step.
+            token = tokens[0]
+            request.num_pending -= 1
+            if token == BAD_LOGITS:
                 outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
                 continue
-            self.kv.commit(request, len(item.token_ids))
-            if item.num_samples:
-                outputs += self._sampled(request, result.tokens[i], result.logprobs[i], prompt_logprobs)
-            elif prompt_logprobs:
-                outputs.append(Output(request.id, request.index, prompt_logprobs=prompt_logprobs))
+            known = request.token_ids
+            known.append(token)
+            news = Output(request.id, request.index, tokens, None, logprobs, prompt_logprobs, request.num_cached_tokens)
+            if token in request.stop_ids or len(known) >= request.max_len:
+                outputs += self._finish_if_done(request, token, news)
+            else:
+                outputs.append(news)
         if self.policy.holds and all(request.finish_reason for request in self.running.values()):
             outputs += [output for request in list(self.running.values()) for output in self._retire(request)]
-        self._last_tokens, self._last_seconds = plan.num_tokens, result.seconds
-        self._run_check()
+        self._learn(flight, result)
+        if self.settings.check:
+            self.check()
         return outputs
+
+    def _learn(self, flight: Flight, result: StepResult) -> None:
+        """What the step says about the time of steps."""
+        self._last_tokens, self._last_seconds = flight.work.tokens, result.seconds
+        if flight.work.tokens > len(flight.requests):  # a prompt may be done: the gate may see further now
+            self.boarding.retry()
+        self.pace.learn(flight.work, result.seconds - result.swap_seconds)
+        swaps = sum(op.kind is not BlockOpKind.COPY for op in flight.plan.block_ops) if result.swap_seconds else 0
+        if swaps:
+            self.pace.learn_swap(swaps, result.swap_seconds)
 
     def _new_prompt_logprobs(
         self, request: Request, item: StepItem, result: StepResult, i: int
     ) -> tuple[TokenLogprob, ...]:
         """Those not given out before: a preempted request computes its prompt again."""
-        if not item.prompt_targets:
-            return ()
         known = max(0, request.num_prompt_logprobs - item.start)
         new = result.prompt_logprobs[i][known:]
         request.num_prompt_logprobs += len(new)
@@ -300,8 +403,14 @@ class Scheduler:
         prompt_logprobs: tuple[TokenLogprob, ...],
     ) -> list[Output]:
         """Appends the drawn token; of an n-way prompt, forks a sequence for each further sample first."""
-        sequences = [request, *(self._fork(request, k) for k in range(1, len(tokens)))]
-        request.num_samples = 1
+        if request.params.use_beam_search:
+            return self._search(request, tokens, logprobs)
+        if len(tokens) == 1:
+            request.num_pending -= 1
+        sequences = [request, *(self._fork(request, request.index + k) for k in range(1, len(tokens)))]
+        request.num_samples, request.plain = 1, not request.params.uses_history
+        if len(tokens) > 1:
+            self.kv.settle(request)
         aborted, request.aborted = request.aborted, set()
         outputs: list[Output] = []
         for k, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
@@ -323,26 +432,19 @@ class Scheduler:
             outputs += self._finish_if_done(sequence, token, news)
         return outputs
 
-    def _fork(self, parent: Request, k: int) -> Request:
-        child = Request(
-            id=parent.id,
-            index=parent.index + k,
-            token_ids=list(parent.token_ids),
-            num_prompt=parent.num_prompt,
-            params=parent.params,
-            seed=parent.seed,
-            stop_ids=parent.stop_ids,
-            max_len=parent.max_len,
-            tenant=parent.tenant,
-            priority=parent.priority,
-            arrival=parent.arrival,
-            status=Status.RUNNING,
-            num_cached_tokens=parent.num_cached_tokens,
-            num_prompt_logprobs=parent.num_prompt_logprobs,
-        )
+    def _prepare(self, request: Request) -> None:
+        params = request.params
+        request.prepare(num_candidates(params.width, len(request.stop_ids)) if params.use_beam_search else None)
+
+    def _fork(self, parent: Request, index: int) -> Request:
+        child = parent.copy(index, len(parent.token_ids))
+        child.status = Status.RUNNING
+        self._prepare(child)
         self.kv.fork(parent, child)
         self._live[child.id][child.index] = child
         self.running[child.key] = child
+        if self._shares:
+            self._shares.join(child.tenant)
         return child
 
     def _finish_if_done(self, request: Request, token: int, news: Output) -> list[Output]:
@@ -350,9 +452,100 @@ class Scheduler:
             request.finish_reason = FinishReason.STOP
         elif len(request.token_ids) >= request.max_len:
             request.finish_reason = FinishReason.LENGTH
-        if request.finish_reason is None or self.policy.holds:
+        if request.finish_reason is None:
             return [news]
-        return self._retire(request, news)
+        if not self.policy.holds:
+            return self._retire(request, news)
+        request.num_pending, request.num_planned = 0, request.num_computed  # what more is in flight does not count
+        return [news]
+
+    # -- beam search
+
+    def _search(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> list[Output]:
+        """A beam has its candidates. When all have, the best go on: on the blocks of their parents, as far as the
+        tokens are the same."""
+        if tokens[0] == BAD_LOGITS:
+            return self._end(request, FinishReason.ERROR, _BAD_LOGITS)
+        search = self._beams.get(request.id)
+        if search is None:
+            search = self._beams[request.id] = BeamSearch(request)
+            request.num_samples = 1
+        if not search.offer(request.index, logprobs[0].top):
+            return []
+        beams = dict(self._live[request.id])
+        choices = search.advance({index: beam.token_ids for index, beam in beams.items()})
+        if not choices:
+            return self._end_search(request.id, self._results(request, search))
+        indexes = search.begin_round(choices)
+        chosen = [
+            beams[choice.parent] if index in beams else self._fork(beams[choice.parent], index)
+            for index, choice in zip(indexes, choices, strict=True)
+        ]
+        for index, beam in beams.items():  # after the forks, so that no block of theirs is lost
+            if index not in indexes:
+                self._drop_beam(beam)
+        for beam, choice in zip(chosen, choices, strict=True):
+            beam.token_ids.append(choice.token)
+        self.kv.settle(chosen[0])
+        return []
+
+    def _results(self, request: Request, search: BeamSearch) -> list[Output]:
+        found = len(search.results)
+        missing = f"the search found {found} texts, not {search.num_results}; ask for fewer"
+        return [
+            Output(request.id, rank, finish_reason=FinishReason.ERROR, error=missing)
+            for rank in range(found, search.num_results)
+        ] + [
+            Output(
+                request.id,
+                rank,
+                result.token_ids,
+                result.reason,
+                num_cached_tokens=request.num_cached_tokens,
+                stop_token_id=result.stop_token_id,
+                cumulative_logprob=result.logprob,
+            )
+            for rank, result in enumerate(search.results)
+        ]
+
+    def _drop_beam(self, beam: Request) -> None:
+        """A beam that does not go on; the search keeps its slots."""
+        self.kv.release(beam)
+        del self.running[beam.key]
+        del self._live[beam.id][beam.index]
+        beam.status, beam.finish_reason = Status.FINISHED, FinishReason.ABORT
+        self.boarding.retry()
+        if self._shares:
+            self._shares.leave(beam.tenant)
+
+    def _end_search(self, request_id: str, outputs: list[Output]) -> list[Output]:
+        search = self._beams.pop(request_id)
+        beams = list(self._live[request_id].values())
+        for beam in beams[1:]:
+            self._drop_beam(beam)
+        beams[0].num_samples = search.width  # it gives all the slots back
+        beams[0].finish_reason = outputs[0].finish_reason
+        self._forget(beams[0])
+        return outputs
+
+    def _restart_search(self, request_id: str) -> None:
+        """Beams that lost their KV: the search begins again with the prompt, and comes to the same results."""
+        search = self._beams.pop(request_id)
+        beams = list(self._live[request_id].values())
+        again = beams[0].copy(0, beams[0].num_prompt)
+        again.num_samples, again.status = search.width, Status.PREEMPTED
+        again.num_preemptions += 1
+        again.num_failures = max(beam.num_failures for beam in beams)
+        self._prepare(again)
+        for beam in beams:
+            self._drop_beam(beam)
+        self.boarding.give_back_slots(again)
+        self._live[request_id][again.index] = again
+        if self._shares:
+            self._shares.join(again.tenant)
+        self.boarding.totals.preemptions += 1
+        self._tell(again, "preempted", "the search begins again")
+        self.waiting.push(again)
 
     # -- ends
 
@@ -363,35 +556,131 @@ class Scheduler:
         news = news or Output(request.id, request.index, num_cached_tokens=request.num_cached_tokens)
         stop = request.token_ids[-1] if reason is FinishReason.STOP else None
         self._forget(request)
-        return [replace(news, finish_reason=reason, stop_token_id=stop)]
+        return [news._replace(finish_reason=reason, stop_token_id=stop)]
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[Output]:
         """Ends a request early, with an output for each of its samples, forked or not."""
+        outputs = [Output(request.id, index, finish_reason=reason, error=error) for index in request.outputs]
+        if request.id in self._beams:
+            return self._end_search(request.id, outputs)
         request.finish_reason = reason
         self._forget(request)
-        return [Output(request.id, index, finish_reason=reason, error=error) for index in request.samples]
+        return outputs
 
     def _forget(self, request: Request) -> None:
         """Frees all that a request holds, whatever its state."""
+        assert request.finish_reason is not None
+        self._tell(request, "ended", f"{request.finish_reason.value} after {request.num_output} tokens")
+        self.kv.release(request)
         if request.status is Status.RUNNING:
-            self.kv.release(request)
-            self._leave_running(request)
+            self.boarding.leave(request)
         else:
-            self.waiting.remove(request)
+            self.boarding.leave_queue(request)
         request.status = Status.FINISHED
+        self._suspects.pop(request.key, None)
+        if self._shares:
+            self._shares.leave(request.tenant)
         samples = self._live[request.id]
         del samples[request.index]
         if not samples:
             del self._live[request.id]
             self._finished_ids.append(request.id)
 
-    def _leave_running(self, request: Request) -> None:
-        del self.running[request.key]
-        self._slots_used -= request.num_samples
+    # -- what goes wrong
+
+    def _drop_damaged(self, flight: Flight, damaged: Sequence[int]) -> None:
+        """What was to be swapped in is not there: the requests that got it are computed again."""
+        bad = {op.dst for op in flight.plan.block_ops if op.kind is BlockOpKind.SWAP_IN and op.src in damaged}
+        self.kv.tiers.forget(damaged)
+        for request in [r for r in self.running.values() if not bad.isdisjoint(r.block_table)]:
+            for other in (flight, *self._in_flight):
+                other.ignore(request)
+            self.boarding.preempt(request, "its blocks, which were damaged", swaps=False)
+
+    def fail(self, plan: StepPlan, error: str) -> list[Output]:
+        """A step in flight failed, and all in flight are void. Nothing is known of any memory now: all that ran is
+        computed again. Requests whose steps go on failing are tried one by one, and who fails alone, too, ends."""
+        outputs: list[Output] = []
+        failed = next(flight for flight in self._in_flight if flight.plan is plan)
+        for request in failed.requests:
+            if request is not None:
+                request.num_failures += 1
+        self._in_flight.clear()
+        for request_id in list(self._beams):
+            self._restart_search(request_id)
+        for request in list(self.running.values()):
+            if request.finish_reason is not None:
+                outputs += self._retire(request)
+            else:
+                self.boarding.preempt(request, "a step that failed", swaps=False)
+        for request in self.live:
+            self.kv.release(request)  # what was swapped out, too
+        self.kv.forget_all()
+        return outputs + self._judge(error)
+
+    def _judge(self, error: str) -> list[Output]:
+        """Who is a suspect after a failure, and who has been proved guilty."""
+        outputs: list[Output] = []
+        suspects = {request_id for request_id, _ in self._suspects}
+        for request in list(self.live):
+            if suspects:
+                if request.num_failures >= _MOST_FAILURES_ALONE:
+                    message = f"its step failed {_MOST_FAILURES_ALONE} times: {error}"
+                    outputs += self._end(request, FinishReason.ERROR, message)
+                elif request.id in suspects and (request.num_failures or request.key in self._suspects):
+                    self._suspects[request.key] = request
+            elif request.num_failures >= _MOST_FAILURES_TOGETHER:
+                request.num_failures = 0
+                self._suspects[request.key] = request
+        self._suspects = {key: r for key, r in self._suspects.items() if r.status is not Status.FINISHED}
+        return outputs
+
+    # -- pinned prefixes, and the end
+
+    def pin(self, token_ids: Sequence[int]) -> None:
+        """The KV of these tokens is computed now, and stays for all tenants. Refuses what would take half of the cache
+        or more, with `RequestRefused`."""
+        blocks = self.kv.held(len(token_ids))
+        if 2 * blocks > self.capacity.num_blocks:
+            raise RequestRefused(
+                f"the pinned prefix needs {blocks} KV blocks, more than half of the {self.capacity.num_blocks} there "
+                "are; shorten --pin-prefix or raise --kv-cache-memory"
+            )
+        self.kv.pin(token_ids)
+        tokens = [*token_ids, token_ids[-1]]  # one more, since a prefix never covers the last token
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        self.add(
+            Request(id=f"pin-{self._next_ticket}", token_ids=tokens, num_prompt=len(tokens), params=params, seed=0),
+            self._now,
+        )
+
+    def farewell(self) -> StepPlan | None:
+        """The last plan, when no more will be scheduled: it keeps the prefix cache where it outlasts the engine."""
+        if not self.capacity.num_disk_blocks:
+            return None
+        self.kv.save()
+        ops = self.kv.take_ops()
+        return StepPlan(self._next_step, (), ops) if ops else None
 
     # -- what others may know
 
+    def _tell(self, request: Request, what: str, detail: str = "") -> None:
+        self._events.append(Event(self._next_step, self._now, request.id, request.index, what, detail))
+
+    @property
+    def reason_behind_others(self) -> str:
+        """Why a request waits that is not of the tenant whose turn it is."""
+        return "order" if self._shares is None else "fairness"
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What happened to requests since the last call."""
+        events, self._events = tuple(self._events), []
+        return events
+
     def stats(self) -> StepStats:
+        host, disk = self.capacity.num_host_blocks, self.capacity.num_disk_blocks
+        free = {tier.first: tier.pool.num_free for tier in self.kv.tiers}
+        totals = self.boarding.totals
         return StepStats(
             step_id=self._next_step - 1,
             num_running=len(self.running),
@@ -402,19 +691,32 @@ class Scheduler:
             num_blocks=self.capacity.num_blocks,
             step_tokens=self._last_tokens,
             step_seconds=self._last_seconds,
-            total_preemptions=self._total_preemptions,
-            total_cached_tokens=self._total_cached_tokens,
-            total_lookup_tokens=self._total_lookup_tokens,
+            total_preemptions=totals.preemptions,
+            total_cached_tokens=totals.cached_tokens,
+            total_lookup_tokens=totals.lookup_tokens,
+            num_host_blocks=host,
+            free_host_blocks=free[0] if host else 0,
+            num_disk_blocks=disk,
+            free_disk_blocks=free[host] if disk else 0,
+            total_swaps=totals.swaps,
+            total_recomputed_tokens=totals.recomputed_tokens,
+            budget=self._budget,
+            binding=self.boarding.binding,
         )
 
-    def _run_check(self) -> None:
-        if not self._check:
-            return
-        live = [request for samples in self._live.values() for request in samples.values()]
+    def check(self) -> None:
+        """Recounts everything, and raises AssertionError on any difference."""
+        live = list(self.live)
         self.kv.check(live)
         assert len(live) == len(self.running) + len(self.waiting), "a request is in no queue, or in two"
-        assert self._slots_used == sum(request.num_samples for request in self.running.values()), "slots miscounted"
-        assert self._slots_used <= self.max_num_seqs, "more slots used than there are"
+        slots = sum(r.num_samples for r in self.running.values() if r.id not in self._beams)
+        slots += sum(search.width for search in self._beams.values())
+        assert self.boarding.slots_used == slots, f"{self.boarding.slots_used} slots counted, {slots} used"
+        assert slots <= self.settings.max_num_seqs, "more slots used than there are"
+        planned = {request for flight in self._in_flight for request in flight.requests}
+        for request in live:
+            in_flight = request.num_planned != request.num_computed
+            assert not in_flight or request in planned, f"{request.key}: planned, and in no plan"
 
 
 def _require_budget(budget: int, setting: str, value: int) -> None:

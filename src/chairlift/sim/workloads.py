@@ -19,12 +19,19 @@ class WorkRequest:
         id: its name in reports.
         prompt_tokens, output_tokens: exact lengths; the output is neither cut short nor ended early.
         arrival_s: when it is sent, in seconds after its phase began. Without meaning in a closed loop.
+        after_tokens: if not 0, the seconds count instead from when the answers of the phase have so many tokens, or all
+            others are answered: a moment that does not depend on how fast the machine is. Not in a closed loop.
+        shared_tokens: so many of the prompt's first tokens are those of all others that share some.
+        tenant: who asks.
     """
 
     id: str
     prompt_tokens: int
     output_tokens: int
     arrival_s: float = 0.0
+    after_tokens: int = 0
+    shared_tokens: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

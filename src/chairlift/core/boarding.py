@@ -1,0 +1,321 @@
+"""Boarding and preemption: who has a slot and memory, who waits for them, and how one becomes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from chairlift.core.batch import Batch
+from chairlift.core.gates import Gate, Reserve
+from chairlift.core.kv import Hit, KVManager
+from chairlift.core.pace import Pace, Work
+from chairlift.core.plan import Capacity
+from chairlift.core.policy import Policy
+from chairlift.core.queue import WaitingQueue
+from chairlift.core.request import Key, Request, Status
+from chairlift.core.settings import Settings
+from chairlift.core.shares import Shares
+
+_RESERVE = Reserve()
+
+Tell = Callable[[Request, str, str], None]
+"""Notes an event of a request's life: what, and details."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts from the start of the engine."""
+
+    preemptions: int = 0
+    swaps: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    lookup_tokens: int = 0
+
+
+class Boarding:
+    """The only writer of who waits, who runs, and how many slots are taken.
+
+    Attributes:
+        running: in the order of boarding.
+        slots_used: a request of n samples takes n slots from the start.
+        binding: for want of what the head of the queue waits, a word of recorder.EXPLANATIONS; empty if nobody waits.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        policy: Policy,
+        settings: Settings,
+        kv: KVManager,
+        pace: Pace,
+        shares: Shares | None,
+        tell: Tell,
+    ) -> None:
+        self.waiting = WaitingQueue(policy.order, shares)
+        self.running: dict[Key, Request] = {}
+        self.slots_used = 0
+        self.binding = ""
+        self.totals = Totals()
+        self._capacity = capacity
+        self._policy = policy
+        self._settings = settings
+        self._kv = kv
+        self._pace = pace
+        self._shares = shares
+        self._tell = tell
+        self._stuck: Request | None = None  # could not board; pointless to try again until something is given back
+        self._told: tuple[Request | None, str] = (None, "")
+
+    @property
+    def room(self) -> int:
+        """Blocks that requests can have in all."""
+        return self._capacity.num_blocks - self._kv.num_pinned
+
+    # -- memory for the running
+
+    def make_room(self, request: Request, n: int) -> bool:
+        """Grows a running request, preempting others if memory runs out; maybe itself. False if it must wait."""
+        while not self._kv.grow(request, n):
+            others = [r for r in reversed(self.running.values()) if not self._comes_before(r, request)]
+            victim = self._policy.order.victim(filter(self._may_leave, others))
+            if victim is None or (victim is request and any(self._comes_before(request, r) for r in others)):
+                return False  # for those who come after it to make way, at the beginning of the next step
+            self.preempt(victim, "blocks")
+            if victim is request:
+                return False
+        if self._shares:  # for what is now writable, so that a decode is charged once a block
+            self._shares.charge(request, 0, self._chargeable(request))
+        return True
+
+    def _chargeable(self, request: Request) -> int:
+        """Positions up to the end of its blocks that a sequence will compute if it is not cut short."""
+        return min(request.writable_end, request.max_len - 1)
+
+    def _comes_before(self, other: Request, request: Request) -> bool:
+        """Whether a running request would rather leave itself than push out this other one."""
+        if self._policy.order.outranks(other, request):
+            return True
+        return self._shares is not None and self._shares.holds_less(other, request)
+
+    def _may_leave(self, request: Request) -> bool:
+        """Who may be preempted: nobody in this step or in flight, preempted often, or searching with beams."""
+        return request.num_planned == request.num_computed and not self._protected(request)
+
+    def _protected(self, request: Request) -> bool:
+        often = request.num_preemptions >= self._settings.max_preemptions and request.reservation is not None
+        return often or request.finish_reason is not None or request.params.use_beam_search
+
+    def preempt(self, request: Request, why: str, swaps: bool = True) -> None:
+        """Back to the queue. Its KV is swapped out, or dropped and computed again later."""
+        tokens, blocks = request.num_computed, len(request.block_table)
+        swapped = swaps and self._swaps(request) and self._kv.swap_out(request)
+        if not swapped:
+            self._kv.release(request)
+            self.totals.recomputed_tokens += tokens
+        self.totals.swaps += swapped
+        self.totals.preemptions += 1
+        self.leave(request)
+        request.num_planned, request.num_pending = 0, 0
+        request.status = Status.PREEMPTED
+        request.num_preemptions += 1
+        what = "swapped out" if swapped else "preempted"
+        self._tell(request, what, f"for want of {why}: {blocks} blocks, {tokens} tokens")
+        self.waiting.push(request)
+
+    def _swaps(self, request: Request) -> bool:
+        """Whether to swap a request's KV rather than compute it again."""
+        mode = self._settings.preemption_mode
+        if not self._kv.tiers or mode == "recompute":
+            return False
+        if mode == "swap":
+            return True
+        recompute = self._pace.seconds(Work().plus(0, request.num_computed)) - self._pace.seconds(Work())
+        return not self._pace.known or 2 * self._pace.swap_seconds(len(request.block_table)) <= recompute
+
+    # -- boarding
+
+    def make_way(self, now: float) -> Request | None:
+        """Preempts those whom the next to board outranks, as far as it lacks what they hold.
+
+        To be called before anybody is planned, since whoever is in a step stays. With a step in flight it returns who
+        is to be left out of this one, so that it can leave before the next.
+        """
+        if not (self._shares or self._policy.order.preempts):
+            return None
+        self._make_way_aboard()
+        if not self.waiting:
+            return None
+        head = self.waiting.first(self._kv, now)
+        while self.lacks_room(head):
+            lower = [r for r in reversed(self.running.values()) if self._outranks(head, r) and not self._protected(r)]
+            if not self._would_suffice(head, lower):
+                return None
+            victim = self._policy.order.victim(lower)
+            if victim is None or not self._may_leave(victim):
+                return victim
+            self.preempt(victim, f"a place for {head.id}")
+        return None
+
+    def _make_way_aboard(self) -> None:
+        """The same for those whose prompts are computed in part: decodes are planned before them, and would take the
+        memory that their next pieces need."""
+        for request in [r for r in self.running.values() if r.num_remaining > 1]:
+            needed = self._kv.held(len(request.token_ids), prefilling=True) - self._kv.num_held(request)
+            while needed > self._kv.num_available and request.status is Status.RUNNING:
+                lower = [r for r in reversed(self.running.values()) if self._comes_before(request, r)]
+                victim = self._policy.order.victim(filter(self._may_leave, lower))
+                if victim is None:
+                    break
+                self.preempt(victim, f"the prompt of {request.id}")
+
+    def _would_suffice(self, request: Request, lower: Sequence[Request]) -> bool:
+        """Whether it could board if all of these left: nobody is to make way in vain."""
+        slots = self.slots_used - sum(other.num_samples for other in lower)
+        if slots + request.num_samples > self._settings.max_num_seqs:
+            return False
+        gate, hit = self._gate(request), self._kv.lookup(request)
+        n, total = len(request.token_ids) - hit.num_tokens, gate.total(request, self._kv)
+        headroom = gate.headroom(self._kv) if len(lower) < len(self.running) else 0
+        return self._kv.missing(hit, n, total, headroom) <= self._kv.freed_by(lower)
+
+    def lacks_room(self, request: Request) -> bool:
+        """Whether there are no slots or no memory for a waiting request."""
+        if self.slots_used + request.num_samples > self._settings.max_num_seqs:
+            return True
+        gate, hit = self._gate(request), self._kv.lookup(request)
+        n, total = len(request.token_ids) - hit.num_tokens, gate.total(request, self._kv)
+        fits = self._policy.gate.fits(request, hit, list(self.running.values()), self._kv, gate.promises)
+        return not fits or self._kv.missing(hit, n, total, gate.headroom(self._kv) if self.running else 0) > 0
+
+    def board(self, batch: Batch, request: Request) -> bool:
+        """Admits the head of the queue to the step if slots, tokens and memory allow."""
+        if request is self._stuck:
+            return False
+        why = self._try_to_board(batch, request)
+        self.bind(request if why else None, why)
+        if why in ("slots", "blocks", "gate"):
+            self._stuck = request
+        return not why
+
+    def _outranks(self, waiting: Request, running: Request) -> bool:
+        if self._policy.order.outranks(waiting, running):
+            return True
+        return self._shares is not None and self._shares.outranks(waiting, running)
+
+    def _try_to_board(self, batch: Batch, request: Request) -> str:
+        """Boards the request, or says for want of what it cannot."""
+        if self.slots_used + request.num_samples > self._settings.max_num_seqs:
+            return "slots"
+        if batch.left <= 0:
+            return "slo" if batch.paced else "tokens"
+        if self._settings.slo_itl is not None and self._too_slow_with(request):
+            return "slo"
+        gate = self._gate(request)
+        hit = self._kv.lookup(request)
+        total = gate.total(request, self._kv)
+        padding = self._padding(request, total)
+        n = self._policy.quota(len(request.token_ids) - hit.num_tokens + padding, batch.left) - padding
+        if n <= 0:
+            return "tokens"
+        if not self._policy.gate.fits(request, hit, list(self.running.values()), self._kv, gate.promises):
+            return "gate"
+        total += self._padding_blocks(request, padding)
+        headroom = gate.headroom(self._kv) if self.running else 0
+        swaps_in = bool(request.host_table)
+        if not self._kv.admit(request, hit, n + padding, total=total, promise=gate.promises, headroom=headroom):
+            return "blocks"
+        self._boarded(request, hit, swaps_in)
+        self.take(batch, request, n)
+        if padding:
+            batch.pad(request, padding)
+        return ""
+
+    def take(self, batch: Batch, request: Request, n: int) -> None:
+        """A piece of a prompt, or of what is computed again, goes into the step."""
+        start = request.num_planned
+        if self._shares:
+            ends = start + n >= len(request.token_ids)
+            self._shares.charge(request, 0, max(start + n, self._chargeable(request)) if ends else start + n)
+        batch.take(request, n)
+        if n > 1 or start < request.num_prompt - 1:
+            self._tell(request, "chunk", f"{n} tokens from {start}")
+
+    def _gate(self, request: Request) -> Gate:
+        """The policy's gate, but for those who must not lose their memory: if it can be promised at all (of many
+        samples only the longest must fit), it is."""
+        often = request.num_preemptions >= self._settings.max_preemptions
+        if request.params.use_beam_search or (often and self._kv.full_blocks(request) <= self.room):
+            return _RESERVE
+        return self._policy.gate
+
+    def _boarded(self, request: Request, hit: Hit, swaps_in: bool) -> None:
+        """A request was admitted: it leaves the queue."""
+        if request.status is Status.WAITING:
+            request.num_cached_tokens = hit.num_tokens
+            self.totals.cached_tokens += hit.num_tokens
+            self.totals.lookup_tokens += request.num_prompt
+        self.waiting.remove(request)
+        request.status = Status.RUNNING
+        request.num_planned = hit.num_tokens
+        self.running[request.key] = request
+        self.slots_used += request.num_samples
+        if self._shares:
+            self._shares.serve(request.tenant)
+            request.num_charged = max(request.num_charged, hit.num_tokens)  # what is cached costs nothing
+            self._shares.slots[request.tenant] += request.num_samples
+        what = "swapped in" if swaps_in else "boarded"
+        self._tell(request, what, f"{hit.num_tokens} of {len(request.token_ids)} tokens known")
+
+    def _too_slow_with(self, request: Request) -> bool:
+        """Whether another decode would make the steps slower than their target, even without any prompt."""
+        assert self._settings.slo_itl is not None
+        decoding = [r for r in self.running.values() if r.num_remaining <= 1]
+        if not decoding or not self._pace.known:
+            return False
+        positions = sum(r.num_planned for r in self.running.values()) + len(request.token_ids)
+        work = Work(len(self.running) + request.num_samples, positions)
+        return self._pace.safe_seconds(work) > self._settings.slo_itl
+
+    def _padding(self, request: Request, total: int) -> int:
+        """Padding that the policy wants, as far as the request would still fit an empty cache."""
+        most = self._capacity.max_model_len - len(request.token_ids)
+        padding = min(self._policy.padding(request), most)
+        while padding > 0 and total + self._padding_blocks(request, padding) > self.room:
+            padding -= self._kv.block_size
+        return max(0, padding)
+
+    def _padding_blocks(self, request: Request, padding: int) -> int:
+        """Blocks that padding takes beyond the greatest length, of no use to the samples."""
+        padded = max(request.max_len, len(request.token_ids) + padding)
+        return self._kv.held(padded, prefilling=True) - self._kv.held(request.max_len, prefilling=True)
+
+    # -- leaving
+
+    def leave(self, request: Request) -> None:
+        """A running request gives back its slots; its memory it has given back."""
+        del self.running[request.key]
+        self.give_back_slots(request)
+
+    def give_back_slots(self, request: Request) -> None:
+        """As many as it has samples."""
+        self.slots_used -= request.num_samples
+        if self._shares:
+            self._shares.slots[request.tenant] -= request.num_samples
+        self.retry()
+
+    def leave_queue(self, request: Request) -> None:
+        """A request that waits ends."""
+        self.waiting.remove(request)
+        self._stuck = None
+
+    def retry(self) -> None:
+        """Something has changed that may let the head of the queue board."""
+        self._stuck = None
+
+    def bind(self, request: Request | None, why: str) -> None:
+        """Notes for want of what the head of the queue waits; as an event of its life when that changes."""
+        self.binding = why
+        if request is not None and self._told != (request, why):
+            self._told = (request, why)
+            self._tell(request, "waits", why)
