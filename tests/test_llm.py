@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import chairlift
 from chairlift import LLM, SamplingParams
+from chairlift.core.plan import Output, StepStats
 from chairlift.errors import ConfigError, ParameterError, RequestRefused
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -53,6 +54,96 @@ def test_n_and_seed(llm: LLM) -> None:
     assert [c.text for c in first.outputs] == [c.text for c in again.outputs]
     assert len({c.text for c in first.outputs}) == 3
     assert [c.index for c in first.outputs] == [0, 1, 2]
+
+
+def test_best_of(llm: LLM) -> None:
+    """The best by mean logprob of the samples that n draws, best first; their logprobs only if asked for."""
+    drawn = llm.generate("Once upon a time", SamplingParams(n=4, seed=5, max_tokens=10, logprobs=0))[0].outputs
+    by_mean = sorted(drawn, key=lambda sample: -(sample.cumulative_logprob or 0.0) / len(sample.token_ids))
+    chosen = llm.generate("Once upon a time", SamplingParams(n=2, best_of=4, seed=5, max_tokens=10))[0]
+    assert [sample.token_ids for sample in chosen.outputs] == [sample.token_ids for sample in by_mean[:2]]
+    assert [sample.index for sample in chosen.outputs] == [0, 1] and chosen.finished
+    assert [sample.cumulative_logprob for sample in chosen.outputs] == [s.cumulative_logprob for s in by_mean[:2]]
+    assert all(sample.logprobs is None for sample in chosen.outputs)
+    params = SamplingParams(best_of=4, seed=5, max_tokens=10, logprobs=1)
+    (best,) = llm.generate("Once upon a time", params)[0].outputs
+    assert best.token_ids == by_mean[0].token_ids and best.logprobs is not None and len(best.logprobs) == 10
+
+
+def test_beam_search(llm: LLM) -> None:
+    """Results come best first, at least as likely as the greedy text, with the logprob that scoring them gives."""
+    ids = llm.get_tokenizer().encode("The capital of France is")
+    (result,) = llm.beam_search([ids], beam_width=3, max_tokens=6, ignore_eos=True)
+    logprobs = [beam.cumulative_logprob or 0.0 for beam in result.outputs]
+    assert logprobs == sorted(logprobs, reverse=True) and len({tuple(b.token_ids) for b in result.outputs}) == 3
+    greedy = llm.generate([ids], SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))[0].outputs[0]
+    assert logprobs[0] >= (greedy.cumulative_logprob or 0.0)
+    for beam in result.outputs:
+        assert (len(beam.token_ids), beam.finish_reason) == (6, "length")
+        assert beam.text == llm.get_tokenizer().decode(beam.token_ids)
+        scored = llm.generate([ids + beam.token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0))[
+            0
+        ].prompt_logprobs
+        assert scored is not None
+        entries = zip(beam.token_ids, scored[len(ids) :], strict=True)
+        assert beam.cumulative_logprob == pytest.approx(sum(e[token].logprob for token, e in entries if e is not None))
+    params = SamplingParams(n=1, best_of=3, use_beam_search=True, max_tokens=6, ignore_eos=True)
+    assert llm.generate([ids], params)[0].outputs[0].token_ids == result.outputs[0].token_ids
+
+
+def test_one_continuation_is_streamed(llm: LLM) -> None:
+    for name, params in (
+        ("n", SamplingParams(n=2)),
+        ("best_of", SamplingParams(best_of=2)),
+        ("use_beam_search", SamplingParams(use_beam_search=True)),
+    ):
+        with pytest.raises(ParameterError, match=f"^{name} must be left alone"):
+            next(llm.stream([5], params))
+
+
+def test_a_deadline_is_told_as_such(llm: LLM) -> None:
+    """S9, S10: counted from the call, with what there is by then."""
+    (late,) = llm.generate("Once upon a time", SamplingParams(max_tokens=1000, ignore_eos=True, deadline_ms=150))
+    assert late.finished and late.outputs[0].finish_reason == "deadline"
+    assert len(late.outputs[0].token_ids) < 1000
+    (early,) = llm.generate("Once upon a time", SamplingParams(max_tokens=2, deadline_ms=10**6))
+    assert early.outputs[0].finish_reason == "length"
+
+
+def test_priority(llm: LLM, smollm2_path: Path) -> None:
+    """S3: with one slot, the lower number is served first; without an order by priority it has no place."""
+    made = LLM(smollm2_path, kv_cache_memory="50MiB", max_model_len=256, order="priority", max_num_seqs=1)
+    finished: list[str] = []
+    put = made._mailbox.put
+
+    def watch(outputs: Sequence[Output], stats: StepStats) -> None:
+        finished.extend(output.request_id for output in outputs if output.finish_reason is not None)
+        put(outputs, stats)
+
+    made._mailbox.put = watch  # type: ignore[method-assign]
+    outputs = made.generate(["a", "b", "c"], GREEDY, priority=[1, 0, -1])
+    assert finished == [output.request_id for output in reversed(outputs)]
+    made.engine.close()
+    with pytest.raises(ParameterError, match="--order priority"):
+        llm.generate("a", GREEDY, priority=1)
+    for wrong in ([0], [0, 0, 0], [0, 1.5], "00", ["0", "1"]):
+        with pytest.raises(ParameterError, match="priority"):
+            llm.generate(["a", "b"], GREEDY, priority=wrong)  # type: ignore[arg-type]
+
+
+def test_a_pinned_prefix(smollm2_path: Path, tmp_path: Path) -> None:
+    """It is there before the first request, and stays when the cache is full of others."""
+    path, text = tmp_path / "system.txt", "You are a lift attendant. Be brief, be kind, and mind the gap. " * 4
+    path.write_text(text)
+    made = LLM(smollm2_path, kv_cache_memory="12MiB", max_model_len=256, pin_prefix=str(path), debug=True)
+    length = len(made.get_tokenizer().encode(text))
+    for _ in range(3):
+        (output,) = made.generate(text + "Hello!", GREEDY)
+        assert output.num_cached_tokens == length // 16 * 16
+        made.generate([[token] * 200 for token in range(20)], SamplingParams(max_tokens=1))
+    made.engine.close()
+    with pytest.raises(ConfigError, match="--pin-prefix"):
+        LLM(smollm2_path, pin_prefix=str(tmp_path / "missing"))
 
 
 def test_chat_ends_at_the_models_own_end(llm: LLM) -> None:

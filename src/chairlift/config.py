@@ -5,21 +5,29 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from chairlift.errors import ConfigError, show
+from chairlift import config_checks
+from chairlift.config_checks import parse_bytes, parse_disk_swap, parse_tenant_weights
+
+__all__ = [
+    "DEFAULT_MAX_PREEMPTIONS",
+    "DEFAULT_MODEL",
+    "DEFAULT_PRIORITY_AGEING",
+    "EngineConfig",
+    "ServerConfig",
+    "cache_dir",
+    "hub_endpoint",
+    "hub_offline",
+    "option",
+    "parse_bytes",
+    "parse_disk_swap",
+    "parse_tenant_weights",
+]
 
 DEFAULT_MODEL = "smollm2-135m"
-
-# The greatest are beyond any sense, and small enough that no size computed from them leaves the C++ core's integers.
-_RANGES = {
-    "max_model_len": (1, 2**27),
-    "max_num_seqs": (1, 2**16),
-    "max_num_batched_tokens": (1, 2**24),
-    "block_size": (1, 1024),
-    "threads": (1, 1024),
-    "seed": (0, 2**64 - 1),
-}
+DEFAULT_PRIORITY_AGEING = 30.0  # seconds
+DEFAULT_MAX_PREEMPTIONS = 3
 
 
 def option(default: Any, help: str) -> Any:
@@ -45,15 +53,84 @@ class EngineConfig:
         "Most tokens computed in one step. With chunked scheduling a larger budget finishes prompts sooner and delays "
         "running requests more. Default: 512 when chunked, else max-model-len.",
     )
-    scheduler_policy: Literal["chunked", "continuous", "static"] = option(
+    scheduler_policy: str = option(
         "chunked",
         "chunked: prompts are computed in pieces beside running requests. continuous: whole prompts first, then "
-        "decodes. static: a batch boards together and leaves together (the baseline, for comparison only).",
+        "decodes. static: a batch boards together and leaves together (the baseline, for comparison only). Or a class "
+        "of your own by its import path, e.g. mypkg.MyPolicy.",
     )
-    admission: Literal["optimistic", "reserve"] | None = option(
+    admission: Literal["optimistic", "reserve", "peak"] | None = option(
         None,
         "optimistic (default): board while blocks last, preempt if they run out. reserve: board only with room for the "
-        "request's greatest length; never preempts, runs fewer at once.",
+        "request's greatest length; never preempts, runs fewer at once. peak: board when the running requests and the "
+        "new one fit even at their future peak; never preempts either, and runs more than reserve.",
+    )
+    order: Literal["fcfs", "priority", "shortest-prefill", "longest-prefix", "deadline"] = option(
+        "fcfs",
+        "Who boards first. fcfs: who came first. priority: lower `priority` first, and a running request of a higher "
+        "number makes room at once, which costs its work anew or a swap. shortest-prefill: fewest tokens to compute; "
+        "long prompts wait longer. longest-prefix: most tokens cached; new prefixes wait longer. deadline: earliest "
+        "deadline. None starves anybody.",
+    )
+    priority_ageing: float | None = option(
+        None,
+        "Seconds of waiting that count as much as one class of priority; less lets low classes in sooner, at the "
+        "expense of the high. Default 30. Only with --order priority.",
+    )
+    fair_tenants: bool = option(
+        False,
+        "Share the engine evenly among tenants (API keys, or the `user` field): who was served least boards first, and "
+        "one that takes more than its share makes room. Costs nothing while there is only one.",
+    )
+    tenant_weights: str | None = option(
+        None,
+        "Shares that are not equal, e.g. alice=2,bob=1: by `user`, or by tenant as GET /v1/requests shows it. All "
+        "others have 1. Only with --fair-tenants.",
+    )
+    max_preemptions: int | None = option(
+        None,
+        "A request preempted this often boards again only with room for its greatest length, and then stays. Less "
+        "wastes less work, and makes others wait longer for room. Default 3.",
+    )
+    swap_space: float = option(
+        0.0,
+        "GiB of host memory for the KV of preempted requests, and of prefixes pushed out of the cache. Taken at start. "
+        "0: preempted requests are recomputed. Give some when the log warns of preemptions, or prompts repeat.",
+    )
+    disk_swap: str | None = option(
+        None,
+        "PATH,GiB: a file that takes KV when host memory is full, and keeps the prefix cache over restarts. Slower "
+        "than memory; worth it where recomputing a prompt is slower still.",
+    )
+    preemption_mode: Literal["auto", "recompute", "swap"] | None = option(
+        None,
+        "What becomes of a preempted request's KV: recomputed, swapped, or (auto, the default) whichever is cheaper by "
+        "this machine's measured rates. Only with --swap-space or --disk-swap.",
+    )
+    slo_ttft: float | None = option(
+        None,
+        "Target for the time to first token, in ms. Costs nothing: samples that keep it count as good in "
+        "chairlift_goodput_requests_total, and --order deadline takes it as the deadline of requests without one.",
+    )
+    slo_itl: float | None = option(
+        None,
+        "Target for the time between tokens, in ms. Each step takes only as many prompt tokens, and the engine only as "
+        "many requests, as keep it; prompts take longer for it. A sample is good if its mean keeps it. Chunked only.",
+    )
+    max_batch_delay_ms: float = option(
+        0.0,
+        "An idle engine waits so long after a request for others to board with it. Costs that much latency when "
+        "nobody comes; for loads that come in bursts.",
+    )
+    pin_prefix: str | None = option(
+        None,
+        "A text file with a prompt's beginning, e.g. a system prompt, whose KV is computed at start and stays. Takes "
+        "its KV blocks for good. For a chat model, as its template puts it.",
+    )
+    async_scheduling: bool = option(
+        False,
+        "Plan the next step while one runs. Hides the scheduler's time, for many requests on a fast model; a finished "
+        "request computes one step more.",
     )
     block_size: int = option(16, "Tokens per KV block. Smaller wastes less memory, larger costs less bookkeeping.")
     kv_cache_memory: str | None = option(
@@ -64,7 +141,11 @@ class EngineConfig:
         "Share of the device's memory for everything. On a CPU: of the memory free at start and allowed by the cgroup. "
         "Default 0.9. Not together with kv-cache-memory.",
     )
-    kv_cache_dtype: Literal["auto", "f16", "f32"] = option("auto", "auto is f16. f32 doubles the memory of the cache.")
+    kv_cache_dtype: Literal["auto", "f16", "f32", "int8"] = option(
+        "auto",
+        "auto is f16. int8 halves the memory of the cache, for more or longer requests, and loses some precision; f32 "
+        "doubles it.",
+    )
     enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings. Costs next to nothing.")
     weights: Literal["auto", "f32"] = option(
         "auto", "auto keeps the weights as the file has them. f32 dequantises them: slow, large, for checking."
@@ -75,20 +156,7 @@ class EngineConfig:
     debug: bool = option(False, "Check every invariant of the KV manager after each step. Slow.")
 
     def __post_init__(self) -> None:
-        _check_values(self)
-        if self.admission is not None and self.scheduler_policy == "static":
-            raise ConfigError("--admission has no effect with --scheduler-policy static, which always reserves")
-        if self.gpu_memory_utilization is not None:
-            if not 0.0 < self.gpu_memory_utilization <= 1.0:
-                raise ConfigError(
-                    f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}"
-                )
-            if self.kv_cache_memory is not None:
-                raise ConfigError(
-                    "--gpu-memory-utilization and --kv-cache-memory both set the size of the KV cache; give one of them"
-                )
-        if self.kv_cache_memory is not None:
-            parse_bytes(self.kv_cache_memory, "--kv-cache-memory")
+        config_checks.check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,44 +167,6 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 picks a free one.")
     served_model_name: str | None = option(None, "Name of the model in the API. Default: the model's own name.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severity that is logged.")
-
-
-def _check_values(config: EngineConfig) -> None:
-    """Every field has the type it says, or is None where that is its default; whole numbers are in their range."""
-    for name, hint in get_type_hints(EngineConfig).items():
-        value = getattr(config, name)
-        choices = [
-            choice for part in (hint, *get_args(hint)) if get_origin(part) is Literal for choice in get_args(part)
-        ]
-        if name in _RANGES:
-            least, most = _RANGES[name]
-            good = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-            wanted = f"a whole number from {least} to {most}"
-        elif choices:
-            good, wanted = value in choices, " or ".join(choices)
-        else:
-            types = get_args(hint) or (hint,)
-            good = isinstance(value, (*types, int) if float in types else types)
-            wanted = f"of type {types[0].__name__}"
-        if not good and not (value is None and type(None) in get_args(hint)):
-            raise ConfigError(f"{_flag(name)} must be {wanted}, got {show(value)}")
-
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def parse_bytes(text: str, flag: str) -> int:
-    """Bytes of "512MiB", "2GiB", "2g" or "1048576" (all units are powers of 1024)."""
-    cleaned = text.strip().lower()
-    digits = cleaned.rstrip("kmgtib ")
-    unit = cleaned[len(digits) :].strip().removesuffix("b").removesuffix("i")
-    try:
-        value = float(digits) * _UNITS[unit]
-    except (ValueError, KeyError):
-        raise ConfigError(f"{flag} must be a size such as 512MiB or 2GiB, got {text!r}") from None
-    if not 0 < value < 2**62:
-        raise ConfigError(f"{flag} must be a size above 0 and below 2^62 bytes, got {text!r}")
-    return int(value)
 
 
 def cache_dir() -> Path:
@@ -155,7 +185,3 @@ def hub_endpoint() -> str:
 def hub_offline() -> bool:
     """Whether the user forbids asking the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

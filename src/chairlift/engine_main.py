@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -15,20 +16,32 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from chairlift import log
-from chairlift.config import EngineConfig
+from chairlift.config import (
+    DEFAULT_MAX_PREEMPTIONS,
+    DEFAULT_PRIORITY_AGEING,
+    EngineConfig,
+    parse_tenant_weights,
+)
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
+from chairlift.core.order import Order, make_order
 from chairlift.core.plan import Capacity, Output, StepRecord, StepStats
-from chairlift.core.policy import make_policy
-from chairlift.core.ports import Clock, Executor, Message, Sink, Source
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.policy import Policy, make_policy
+from chairlift.core.ports import Clock, Message, Report, Sink, Source
+from chairlift.core.scheduler import Scheduler, Settings
+from chairlift.core.shares import Shares
 from chairlift.errors import ChairliftError
 from chairlift.server import ipc
+
+if TYPE_CHECKING:
+    from chairlift.runners.disk import DiskFile
+    from chairlift.runners.native import NativeRunner
 
 IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
 
@@ -47,22 +60,50 @@ def build_engine(
     report: log.Report | None = None,
 ) -> Engine:
     """An engine ready for its first step. Raises as `start_runner` does."""
+    policy = make_policy(config.scheduler_policy, admission=config.admission, order=_order(config))
     runner, capacity = start_runner(config, report)
+    scheduler = make_scheduler(config, policy, capacity, runner.disk)
+    return Engine(
+        scheduler, runner, source, sink, clock or WallClock(), recorder, depth=2 if config.async_scheduling else 1
+    )
 
+
+def make_scheduler(
+    config: EngineConfig, policy: Policy, capacity: Capacity, disk: DiskFile | None = None
+) -> Scheduler:
+    """The scheduler that the configuration describes, for what a runner reserved."""
     from chairlift.runners.memory import batch_tokens
 
-    scheduler = Scheduler(
-        capacity,
-        make_policy(config.scheduler_policy, admission=config.admission),
+    settings = Settings(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batch_tokens(config, capacity.max_model_len),
         enable_prefix_caching=config.enable_prefix_caching,
+        preemption_mode=config.preemption_mode or "auto",
+        max_preemptions=DEFAULT_MAX_PREEMPTIONS if config.max_preemptions is None else config.max_preemptions,
+        slo_itl=_seconds(config.slo_itl),
+        max_batch_delay=config.max_batch_delay_ms / 1000,
         check=config.debug,
     )
-    return Engine(scheduler, runner, source, sink, clock or WallClock(), recorder)
+    return Scheduler(
+        capacity,
+        policy,
+        settings,
+        shares=Shares(parse_tenant_weights(config.tenant_weights or "")) if config.fair_tenants else None,
+        secret=disk.secret if disk else None,
+        disk_contents=disk.contents() if disk else (),
+    )
 
 
-def start_runner(config: EngineConfig, report: log.Report | None = None) -> tuple[Executor, Capacity]:
+def _order(config: EngineConfig) -> Order:
+    ageing = DEFAULT_PRIORITY_AGEING if config.priority_ageing is None else config.priority_ageing
+    return make_order(config.order or "fcfs", priority_ageing=ageing, slo_ttft=_seconds(config.slo_ttft))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def start_runner(config: EngineConfig, report: log.Report | None = None) -> tuple[NativeRunner, Capacity]:
     """Loads the model and reserves the memory.
 
     Raises ModelError for a model that cannot be loaded, ConfigError for settings that cannot work.
@@ -83,12 +124,14 @@ class SocketSource:
     def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
         self._socket = socket
         self._epoch = epoch
+        self._clock = WallClock()
         self.stopped = False
 
-    def take(self, idle: bool) -> Sequence[Message]:
+    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
         messages: list[Message] = []
         if idle:
-            self._socket.poll(int(IDLE_SECONDS * 1000))
+            left = IDLE_SECONDS if until is None else min(IDLE_SECONDS, until - self._clock.now())
+            self._socket.poll(max(0, int(left * 1000)))  # ms; never beyond `until`
         while not self.stopped:
             try:
                 message = ipc.decode_for_engine(self._socket.recv(zmq.NOBLOCK))
@@ -104,7 +147,7 @@ class SocketSource:
 
 
 class SocketSink:
-    """Sends a step's outputs to the API process, as one message."""
+    """Sends a step's outputs to the API process, as one message, and answers its questions."""
 
     def __init__(self, socket: zmq.Socket[bytes], epoch: int) -> None:
         self._socket = socket
@@ -112,6 +155,9 @@ class SocketSink:
 
     def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
         self._socket.send(ipc.encode(ipc.Outputs(self._epoch, list(outputs), stats)))
+
+    def answer(self, report: Report) -> None:
+        self._socket.send(ipc.encode(ipc.Answer(self._epoch, report)))
 
 
 Build = Callable[..., Engine]
@@ -155,18 +201,19 @@ def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build) -> None:
     source = SocketSource(socket, launch.epoch)
     engine = build(launch.config, source, SocketSink(socket, launch.epoch), report=report)
     socket.send(ipc.encode(ipc.Ready(launch.epoch, engine.scheduler.capacity, _details(engine))))
+    gc.freeze()  # what the start has made stays; no later collection looks at it again
     try:
         while not source.stopped:
             engine.step()
     finally:
-        engine.executor.close()
+        engine.close()
 
 
 def _details(engine: Engine) -> dict[str, str | int | float]:
     scheduler = engine.scheduler
     return {
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": scheduler.settings.max_num_seqs,
+        "max_num_batched_tokens": scheduler.settings.max_num_batched_tokens,
         "policy": type(scheduler.policy).__name__.lower(),
     }
 

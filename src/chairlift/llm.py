@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from chairlift import engine_main, models
 from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.core.clock import WallClock
 from chairlift.core.plan import Output, StepStats, TokenLogprob
-from chairlift.core.ports import Abort, Add, Message
+from chairlift.core.ports import Abort, Add, Message, Pin, Report
 from chairlift.core.request import FinishReason, Request, SamplingParams, make_request
 from chairlift.errors import ConfigError, GenerationFailed, ParameterError, RequestRefused, show
+from chairlift.server.choices import best, chooses, engine_params, mean_logprob
+from chairlift.server.prefix import check_prefix, prefix_tokens
+from chairlift.server.tenants import check_priority
 from chairlift.server.text import Delta, Transcript
 
 if TYPE_CHECKING:
@@ -41,7 +46,8 @@ class CompletionOutput:
     """One of the n continuations of a prompt.
 
     Fields:
-        finish_reason: "stop" or "length".
+        cumulative_logprob: of all tokens; None unless logprobs, best_of or a beam search made them known.
+        finish_reason: "stop", "length" or "deadline".
         stop_reason: the stop string or the stop token id that ended it; None at the model's own end or the length.
         logprobs: per token, the drawn one and the best alternatives, by token id; None if not asked for.
     """
@@ -78,11 +84,14 @@ class _Mailbox:
     ``inboxes``, by request id: who reads a request's outputs. Of a request without one nobody wants to know any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: WallClock) -> None:
         self.messages: list[Message] = []
         self.inboxes: dict[str, list[Output]] = {}
+        self._clock = clock
 
-    def take(self, idle: bool) -> Sequence[Message]:
+    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
+        if idle and until is not None and not self.messages:  # nobody else can send any meanwhile
+            time.sleep(min(engine_main.IDLE_SECONDS, max(0.0, until - self._clock.now())))
         taken, self.messages = self.messages, []
         return taken
 
@@ -90,6 +99,9 @@ class _Mailbox:
         for output in outputs:
             if output.request_id in self.inboxes:
                 self.inboxes[output.request_id].append(output)
+
+    def answer(self, report: Report) -> None:
+        """Nobody here has asked."""
 
 
 class LLM:
@@ -108,9 +120,27 @@ class LLM:
             raise ConfigError(f"LLM() has no setting {name!r}; the settings are {', '.join(sorted(known))}")
         self.config = EngineConfig(model=str(model), **settings)
         self._tokenizer = models.load_tokenizer(self.config.model)
-        self._mailbox = _Mailbox()
-        self.engine = engine_main.build_engine(self.config, self._mailbox, self._mailbox)
+        pinned = None if self.config.pin_prefix is None else prefix_tokens(self.config.pin_prefix, self._tokenizer)
+        self._clock = WallClock()
+        self._mailbox = _Mailbox(self._clock)
+        self.engine = engine_main.build_engine(self.config, self._mailbox, self._mailbox, clock=self._clock)
         self._ids = count()
+        if pinned is not None:
+            check_prefix(pinned, self.engine.scheduler.capacity)
+            self._mailbox.messages.append(Pin(tuple(pinned)))
+            while self.engine.step():
+                pass
+
+    def close(self) -> None:
+        """Ends the engine, which keeps the prefix cache where it has a disk for it, and frees its memory. Also called at
+        the end of a ``with`` block."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -121,6 +151,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Continues all prompts, in one continuously batched run; results come in the order of the prompts.
 
@@ -128,12 +159,35 @@ class LLM:
             prompts: one or many of `Prompt`.
             sampling_params: for all, or one for each; by default SamplingParams(), which samples at temperature 1.
             use_tqdm: draw a progress bar, if stderr is a terminal.
+            priority: for all, or one for each; lower is served first. Only with order="priority".
         Raises:
             ParameterError, RequestRefused: a prompt or parameter cannot work; the others get no answer either.
             GenerationFailed: the engine could not finish a request.
         """
         pairs = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._generate([text for text, _ in pairs], [ids for _, ids in pairs], sampling_params, use_tqdm)
+        texts, token_ids = [text for text, _ in pairs], [ids for _, ids in pairs]
+        return self._generate(texts, token_ids, sampling_params, use_tqdm, priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The ``beam_width`` likeliest continuations that a beam search finds, best first. Else like `generate`, which
+        does the same with `SamplingParams.use_beam_search`."""
+        params = SamplingParams(
+            n=beam_width,
+            max_tokens=max_tokens,
+            use_beam_search=True,
+            length_penalty=length_penalty,
+            ignore_eos=ignore_eos,
+        )
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -151,6 +205,9 @@ class LLM:
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
         """The text of one continuation, piece by piece, as it is generated."""
+        if params.width > 1 or params.use_beam_search:
+            name = "use_beam_search" if params.use_beam_search else "best_of" if params.best_of else "n"
+            raise ParameterError(name, f"{name} must be left alone to stream one continuation; use LLM.generate for it")
         request = self._request(list(token_ids), params)
         for _, _, delta in self._run([request]):
             if delta.text:
@@ -168,14 +225,16 @@ class LLM:
             )
         return None, list(given)
 
-    def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
+    def _request(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
         return make_request(
             str(next(self._ids)),
             token_ids,
-            params,
+            engine_params(params),
             vocab_size=self._tokenizer.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
             seed=self.config.seed,
+            arrival=self._clock.now(),
+            priority=priority,
         )
 
     def _generate(
@@ -184,19 +243,22 @@ class LLM:
         token_ids: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         each = _for_each(sampling_params, len(token_ids))
-        requests = [self._request(ids, p) for ids, p in zip(token_ids, each, strict=True)]
+        priorities = _priorities(priority, len(token_ids), self.config)
+        requests = [self._request(*given) for given in zip(token_ids, each, priorities, strict=True)]
         results = {
-            request.id: RequestOutput(
-                request.id, text, list(ids), [_empty(k, request.params) for k in range(request.num_samples)]
-            )
+            request.id: RequestOutput(request.id, text, list(ids), [_empty(k, request.params) for k in request.outputs])
             for request, text, ids in zip(requests, texts, token_ids, strict=True)
         }
-        with _progress_bar(use_tqdm, sum(request.num_samples for request in requests)) as advance:
+        with _progress_bar(use_tqdm, sum(len(request.outputs) for request in requests)) as advance:
             for request_id, output, delta in self._run(requests):
                 self._record(results[request_id], output, delta)
                 advance(delta.finish_reason is not None)
+        for result, params in zip(results.values(), each, strict=True):
+            if chooses(params):
+                result.outputs = _choose(result.outputs, params)
         return list(results.values())
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[str, Output, Delta]]:
@@ -208,7 +270,7 @@ class LLM:
                 request.stop_ids,
             )
             for request in requests
-            for k in range(request.num_samples)
+            for k in request.outputs
         }
         inbox: list[Output] = []
         self._mailbox.inboxes.update((request.id, inbox) for request in requests)
@@ -245,6 +307,8 @@ class LLM:
             for entry in output.logprobs[: len(delta.token_ids)]:
                 completion.logprobs.append(self._logprobs(entry))
                 completion.cumulative_logprob += entry.logprob
+        if output.cumulative_logprob is not None:
+            completion.cumulative_logprob = output.cumulative_logprob
         if output.prompt_logprobs:
             known: list[dict[int, Logprob] | None] = result.prompt_logprobs or [None]
             result.prompt_logprobs = known + [self._logprobs(entry) for entry in output.prompt_logprobs]
@@ -291,6 +355,30 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
             f"got {show(params)}",
         )
     return each
+
+
+def _priorities(priority: int | Sequence[int], count: int, config: EngineConfig) -> list[int]:
+    """One priority for each of ``count`` prompts."""
+    each = list(priority) if isinstance(priority, Sequence) else [priority] * count
+    if len(each) != count:
+        raise ParameterError(
+            "priority",
+            f"priority must be one number, or a list with one for each of the {count} prompts, got {show(priority)}",
+        )
+    for one in each:
+        check_priority(one, config)
+    return each
+
+
+def _choose(samples: Sequence[CompletionOutput], params: SamplingParams) -> list[CompletionOutput]:
+    """The best n of best_of, in the order in which they are returned."""
+    means = [mean_logprob(sample.cumulative_logprob or 0.0, len(sample.token_ids)) for sample in samples]
+    chosen = [samples[k] for k in best(means, params.n)]
+    for index, sample in enumerate(chosen):
+        sample.index = index
+        if params.logprobs is None:
+            sample.logprobs = None
+    return chosen
 
 
 def _empty(index: int, params: SamplingParams) -> CompletionOutput:

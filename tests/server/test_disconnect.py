@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
+from chairlift.config import EngineConfig
 from chairlift.core.plan import Output, StepStats
 from chairlift.core.request import FinishReason, Request, SamplingParams
 from chairlift.errors import EngineDead
@@ -92,7 +93,7 @@ def generation(toy, client, n=1, **params):
     params = SamplingParams(n=n, max_tokens=50, **params)
     request = Request(id="r", token_ids=[1], num_prompt=1, params=params, seed=0, num_samples=n)
     transcripts = [Transcript(toy.ToyStream(True), params, frozenset()) for _ in range(n)]
-    return Generation(client.submit([request]), [request], transcripts, 0.0, Metrics())
+    return Generation(client.submit([request]), [request], transcripts, 0.0, Metrics(), EngineConfig())
 
 
 def answer(toy, generation):

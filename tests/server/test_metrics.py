@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from chairlift.core.plan import StepStats
+from chairlift.core.plan import Capacity, StepStats
 from chairlift.server.metrics import Metrics
 
 NAMES = {
@@ -26,6 +26,15 @@ NAMES = {
     "kv_blocks_total": "gauge",
     "kv_blocks_free": "gauge",
     "kv_cache_usage_ratio": "gauge",
+    "kv_host_blocks_total": "gauge",
+    "kv_host_blocks_free": "gauge",
+    "kv_disk_blocks_total": "gauge",
+    "kv_disk_blocks_free": "gauge",
+    "step_budget_tokens": "gauge",
+    "waiting_reason": "gauge",
+    "goodput_requests_total": "counter",
+    "swaps_total": "counter",
+    "recomputed_tokens_total": "counter",
     "preemptions_total": "counter",
     "prefix_cache_hit_tokens_total": "counter",
     "prefix_cache_lookup_tokens_total": "counter",
@@ -38,8 +47,12 @@ def test_all_are_there_at_zero():
     assert types == {f"chairlift_{name}": kind for name, kind in NAMES.items()}
     samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     assert {name for name, value in samples if float(value) != 0} == set()
-    for reason in ("stop", "length", "abort", "error"):
+    for reason in ("stop", "length", "deadline", "abort", "error"):
         assert f'chairlift_requests_finished_total{{reason="{reason}"}} 0.0' in text
+    for outcome in ("good", "late_ttft", "late_itl", "late_deadline"):
+        assert f'chairlift_goodput_requests_total{{outcome="{outcome}"}} 0.0' in text
+    for reason in ("slots", "tokens", "blocks", "gate", "fairness", "delay", "slo", "order"):
+        assert f'chairlift_waiting_reason{{reason="{reason}"}} 0.0' in text
 
 
 def test_totals_of_the_engine_are_added_up_over_restarts():
@@ -53,12 +66,73 @@ def test_totals_of_the_engine_are_added_up_over_restarts():
     assert value("chairlift_step_seconds_count") == 1, "an abort between steps is no step"
 
 
+def gauges(metrics):
+    """What all gauges say, but those of another value than 0 alone."""
+    said = {}
+    for family in metrics.registry.collect():
+        if family.type == "gauge":
+            said |= {(s.name.removeprefix("chairlift_"), *s.labels.values()): s.value for s in family.samples}
+    return {name[0] if len(name) == 1 else name: value for name, value in said.items() if value}
+
+
+STATS = StepStats(
+    step_id=0,
+    num_running=2,
+    num_waiting=1,
+    num_preempted=3,
+    num_blocks=10,
+    free_blocks=4,
+    num_host_blocks=20,
+    free_host_blocks=5,
+    num_disk_blocks=40,
+    free_disk_blocks=6,
+    budget=512,
+    binding="blocks",
+)
+
+
 def test_an_engine_that_is_gone_holds_nothing():
     metrics = Metrics()
-    metrics.step(StepStats(step_id=0, num_running=2, num_waiting=1, num_preempted=1, num_blocks=10, free_blocks=4))
+    metrics.ready(Capacity(10, 16, 64, num_host_blocks=20, num_disk_blocks=40))
+    metrics.step(STATS)
     metrics.engine_gone()
-    gauges = [name for name, kind in NAMES.items() if kind == "gauge"]
-    assert {name: metrics.registry.get_sample_value(f"chairlift_{name}") for name in gauges} == dict.fromkeys(gauges, 0)
+    assert gauges(metrics) == {}
+
+
+def test_the_engines_state_is_copied():
+    metrics = Metrics()
+    metrics.ready(Capacity(10, 16, 64, num_host_blocks=20, num_disk_blocks=40))
+    blocks = {"kv_blocks_total": 10, "kv_host_blocks_total": 20, "kv_disk_blocks_total": 40, "engine_up": 1}
+    free = {"kv_blocks_free": 10, "kv_host_blocks_free": 20, "kv_disk_blocks_free": 40}
+    assert gauges(metrics) == blocks | free
+    metrics.step(STATS)
+    assert gauges(metrics) == blocks | {
+        "requests_running": 2,
+        "requests_waiting": 1,
+        "requests_preempted": 3,
+        "kv_blocks_free": 4,
+        "kv_cache_usage_ratio": 0.6,
+        "kv_host_blocks_free": 5,
+        "kv_disk_blocks_free": 6,
+        "step_budget_tokens": 512,
+        ("waiting_reason", "blocks"): 1,
+    }
+
+
+def test_one_reason_binds_at_a_time():
+    """S8: also one that is new here."""
+    metrics = Metrics()
+    for binding in ("slots", "blocks", "weather", "slots", ""):
+        metrics.step(StepStats(binding=binding))
+        assert gauges(metrics) == ({("waiting_reason", binding): 1} if binding else {})
+
+
+def test_totals_of_preemptions():
+    metrics = Metrics()
+    metrics.step(StepStats(step_id=0, total_preemptions=3, total_swaps=2, total_recomputed_tokens=70))
+    metrics.step(StepStats(step_id=1, total_preemptions=4, total_swaps=2, total_recomputed_tokens=90))
+    names = ("preemptions", "swaps", "recomputed_tokens")
+    assert [metrics.registry.get_sample_value(f"chairlift_{name}_total") for name in names] == [4, 2, 90]
 
 
 def test_requests_are_counted(server):
@@ -74,6 +148,7 @@ def test_requests_are_counted(server):
     assert server.metric("time_to_first_token_seconds_count") == 3
     assert server.metric("inter_token_latency_seconds_count") == 4 + 4 + 14
     assert server.metric("e2e_request_latency_seconds_count") == 3
+    assert server.metric('goodput_requests_total{outcome="good"}') == 3
     assert server.metric("engine_up") == 1
     assert server.metric("kv_blocks_free") == server.metric("kv_blocks_total") == 64
 
@@ -97,7 +172,6 @@ def test_not_ready_names_the_phase(toy):
     from fastapi.testclient import TestClient
 
     from chairlift.config import EngineConfig
-    from chairlift.core.plan import Capacity
     from chairlift.server import ipc
     from chairlift.server.app import create_app
     from chairlift.server.client import EngineClient

@@ -73,6 +73,20 @@ OUT_OF_RANGE = [
     ("stop", ["x"] * 17, "at most 16"),
     ("stop", "x" * 257, "at most 256"),
     ("stop", [1], "string"),
+    ("best_of", 0, "1 to 128"),
+    ("best_of", 33, "1 to 32"),
+    ("best_of", 129, "1 to 128"),
+    ("use_beam_search", 1, "true or false"),
+    ("length_penalty", 11, "-10 to 10"),
+    ("length_penalty", 0.5, "use_beam_search"),
+    ("priority", 2**31, "-2147483648 to 2147483647"),
+    ("priority", "", "whole number"),
+    ("priority", 1, "--order priority"),
+    ("ttft_ms", 0, "above 0"),
+    ("deadline_ms", -1, "above 0"),
+    ("deadline_ms", 1e10, "at most 1e+09"),
+    ("user", 7, "string"),
+    ("user", "u" * 513, "at most 512"),
 ]
 
 
@@ -82,6 +96,23 @@ def test_out_of_range(server, path, body, param, value, allowed):
     error = refused(server.post(path, **body | {param: value}))
     assert error["param"] == param
     assert param in error["message"] and allowed in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_settings_of_one_request_that_contradict_each_other(server, path, body):
+    """No parameter is without effect in silence, and what is chosen at the end cannot be streamed."""
+    for more, param, words in (
+        ({"n": 3, "best_of": 2}, "best_of", "from 3 to 128"),
+        ({"best_of": 2, "stream": True}, "best_of", "leave out stream or best_of"),
+        ({"use_beam_search": True, "stream": True}, "use_beam_search", "leave out stream or use_beam_search"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", "no effect with use_beam_search"),
+        ({"use_beam_search": True, "n": 65}, "n", "from 1 to 64"),
+        ({"use_beam_search": True, "n": 2, "best_of": 33}, "best_of", "from 1 to 32 (max-num-seqs)"),
+    ):
+        error = refused(server.post(path, **body | more))
+        assert error["param"] == param and words in error["message"]
+    for more in ({"n": 2, "best_of": 2, "stream": True}, {"best_of": 1, "stream": True}, {"priority": 0}):
+        assert server.post(path, **body | more).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -100,7 +131,7 @@ def test_out_of_range(server, path, body, param, value, allowed):
         ("/v1/completions", {"prompt": [10**30]}, "prompt", "0 to 257"),
         ("/v1/completions", TEXT | {"logprobs": 21}, "logprobs", "0 to 20"),
         ("/v1/completions", TEXT | {"logprobs": True}, "logprobs", "a whole number from 0 to 20"),
-        ("/v1/completions", TEXT | {"best_of": 2}, "best_of", "not supported"),
+        ("/v1/completions", {"prompt": ["a"] * 30, "best_of": 20}, "best_of", "at most 512"),
         ("/v1/completions", TEXT | {"echo": True}, "echo", "not supported"),
         ("/v1/completions", TEXT | {"suffix": "x"}, "suffix", "not supported"),
         ("/v1/completions", TEXT | {"temperature": "0"}, "temperature", "number"),
@@ -242,6 +273,11 @@ NUMERIC = {
     "frequency_penalty": "from -2 to 2",
     "repetition_penalty": "above 0 and at most 100",
     "stop_token_ids": "from 0 to 2147483647",
+    "best_of": "from 1 to 128",
+    "length_penalty": "from -10 to 10",
+    "priority": "from -2147483648 to 2147483647",
+    "ttft_ms": "above 0 and at most 1e+09",
+    "deadline_ms": "above 0 and at most 1e+09",
     "logit_bias": "from -100 to 100",
 }
 CHAT_NUMERIC = {"max_completion_tokens": "from 1 to", "top_logprobs": "from 0 to 20"}
@@ -283,7 +319,7 @@ def test_malformed_bodies(server, body):
         (b'{"prompt": ' + b"[" * 10**6, None, "nested too deeply"),
         (b'{"prompt": [' + b"9" * 5000 + b"]}", "prompt", "from 0 to 257, got 999"),
         (b'{"prompt": NaN}', "prompt", "list of token ids, or a list of such lists, got nan"),
-        (b'{"prompt": "x", "best_of": ' + b"9" * 5000 + b"}", "best_of", "n (1) is not supported, got 999"),
+        (b'{"prompt": "x", "best_of": ' + b"9" * 5000 + b"}", "best_of", "from 1 to 128, got 999"),
         (b'{"prompt": "x", "stream": "' + b"y" * 10**5 + b'"}', "stream", "valid boolean, got 'yyy"),
         (b'{"prompt": "x", "model": "' + b"y" * 10**5 + b'"}', "model", "'yyy"),
     ],
@@ -420,7 +456,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-FIELDS = sorted({*schemas.CompletionRequest.model_fields, *schemas.ChatRequest.model_fields, "tools", "echo", "user"})
+FIELDS = sorted({*schemas.CompletionRequest.model_fields, *schemas.ChatRequest.model_fields, "tools", "echo"})
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,15 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from chairlift import engine_main
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
+from chairlift.core.order import make_order
 from chairlift.core.plan import BAD_LOGITS, Capacity, StepItem, StepPlan, StepResult, TokenLogprob
 from chairlift.core.policy import make_policy
-from chairlift.core.scheduler import Scheduler
 from chairlift.errors import ModelError
 from chairlift.server import main as server_main
 
@@ -52,7 +53,7 @@ class ToyExecutor:
         time.sleep(self.step_seconds)
         tokens = tuple(tuple(self._token(item, k) for k in range(item.num_samples)) for item in plan.items)
         logprobs = tuple(
-            tuple(self._logprob(item, token) for token in drawn) if item.params.logprobs is not None else ()
+            tuple(self._logprob(item, token) for token in drawn) if item.num_logprobs is not None else ()
             for item, drawn in zip(plan.items, tokens, strict=True)
         )
         return StepResult(plan.step_id, tokens, logprobs, seconds=self.step_seconds)
@@ -82,8 +83,10 @@ class ToyExecutor:
         return ord("a") + noise[0] % 26
 
     def _logprob(self, item: StepItem, token: int) -> TokenLogprob:
-        best = ((token, -0.5), *((EOS - i, float("-inf")) for i in range(20)))
-        return TokenLogprob(token, -0.5, 1, best[: item.params.logprobs])
+        """Greedy: -0.5 for each token. Sampled: whatever the token makes of it."""
+        value = -0.5 if item.params.temperature == 0 else -0.5 - (token * 7 % 26) / 10
+        best = ((token, value), *((EOS - i, float("-inf")) for i in range(20)))
+        return TokenLogprob(token, value, 1, best[: item.num_logprobs])
 
 
 def build(config: EngineConfig, source: Any, sink: Any, *, report: Any) -> Engine:
@@ -93,13 +96,9 @@ def build(config: EngineConfig, source: Any, sink: Any, *, report: Any) -> Engin
         raise ModelError("the toy is broken; take another one")
     report("toy weights", 0.01)
     executor = ToyExecutor(config, STEP_SECONDS[config.model])
-    scheduler = Scheduler(
-        executor.start(),
-        make_policy(config.scheduler_policy, admission=config.admission),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or 64,
-        check=True,
-    )
+    policy = make_policy(config.scheduler_policy, admission=config.admission, order=make_order(config.order))
+    config = replace(config, max_num_batched_tokens=config.max_num_batched_tokens or 64, debug=True)
+    scheduler = engine_main.make_scheduler(config, policy, executor.start())
     return Engine(scheduler, executor, source, sink, WallClock())
 
 

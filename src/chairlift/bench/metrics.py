@@ -21,7 +21,7 @@ tokens to come, and rows kept after their end. Percentiles interpolate linearly 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from itertools import pairwise
@@ -85,8 +85,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def inter_token_latencies(requests: Sequence[RequestTrace]) -> list[float]:
-    return [later - earlier for request in requests for earlier, later in pairwise(request.token_times)]
+def inter_token_latencies(
+    requests: Iterable[RequestTrace], begin: float = -math.inf, end: float = math.inf
+) -> list[float]:
+    """Times between consecutive tokens, of those that overlap with ``begin .. end``."""
+    return [
+        later - earlier
+        for request in requests
+        for earlier, later in pairwise(request.token_times)
+        if earlier < end and later > begin
+    ]
 
 
 def slot_utilization(steps: Sequence[StepTrace], max_num_seqs: int) -> Fraction:
@@ -102,6 +110,26 @@ def kv_waste(steps: Sequence[StepTrace]) -> float:
         held += before.kv_held * seconds
         useful += before.kv_useful * seconds
     return 1 - useful / held if held else 0.0
+
+
+def waste_if_reserved(trace: Trace, reserved: Callable[[RequestTrace], int]) -> float:
+    """What `kv_waste` would be had each request held ``reserved`` token slots for as long as it was in a slot."""
+    held = useful = 0.0
+    for step, seconds, requests in states(trace):
+        held += sum(map(reserved, requests)) * seconds
+        useful += step.kv_useful * seconds
+    return 1 - useful / held if held else 0.0
+
+
+def states(trace: Trace) -> Iterator[tuple[StepTrace, float, list[RequestTrace]]]:
+    """After each step but the last: for how many seconds its state lasts, and the unfinished requests in slots then."""
+    for step, after in pairwise(trace.steps):
+        aboard = [
+            request
+            for request in trace.requests.values()
+            if request.finish > step.end and any(stay.board < step.end < stay.leave for stay in request.stays)
+        ]
+        yield step, after.end - step.end, aboard
 
 
 def middle(runs: Sequence[Metrics]) -> Metrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 
@@ -46,11 +46,16 @@ def to_html(comparison: Comparison, setting: Setting) -> str:
         f'<p class="note">{escape(_note(comparison))}</p>',
         *_requests(traces),
         "<h2>What happened in the slots</h2>",
-        _legend(),
+        legend(),
         *_timelines(comparison, traces, measured[-1]),
         _definitions(),
         _settings(comparison, setting),
     ]
+    return page(title, body)
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole HTML file. ``title`` is plain text, ``body`` holds elements."""
     style = files("chairlift.bench").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -104,7 +109,7 @@ def _cards(part: Part) -> str:
 def _table(part: Part) -> str:
     others = [policy for policy in part.metrics if policy != BASELINE]
     head = [*part.metrics, *(f"{policy} vs {BASELINE}" for policy in others)]
-    return _html_table(part.label, ["", *head], (_table_row(row) for row in rows(part)))
+    return html_table(part.label, ["", *head], (_table_row(row) for row in rows(part)))
 
 
 def _table_row(row: Row) -> str:
@@ -114,7 +119,8 @@ def _table_row(row: Row) -> str:
     return f'<th scope="row">{escape(row.label)}</th>{cells}{changes}'
 
 
-def _html_table(caption: str, head: Iterable[str], lines: Iterable[str]) -> str:
+def html_table(caption: str, head: Iterable[str], lines: Iterable[str]) -> str:
+    """``lines`` hold the cells of each row, as elements."""
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return (
@@ -140,10 +146,11 @@ def _requests(traces: dict[str, Trace]) -> list[str]:
         "output tokens",
         *(f"{policy}: {what}" for policy in traces for what in ("first token", "answered")),
     ]
-    return [_html_table("Each request, in seconds since the run began", head, lines)]
+    return [html_table("Each request, in seconds since the run began", head, lines)]
 
 
-def _legend() -> str:
+def legend() -> str:
+    """What the colours of the drawings mean."""
     items = "".join(
         f'<li><svg width="26" height="14" aria-hidden="true"><rect class="{name}" width="26" height="14" rx="2"/></svg>'
         f"<b>{name}</b> {escape(text)}</li>"
@@ -201,8 +208,7 @@ def _definitions() -> str:
             "request in it; added up over time.",
         ),
     )
-    items = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms)
-    return f"<h2>What the numbers mean</h2><dl>{items}</dl>"
+    return f"<h2>What the numbers mean</h2>{definitions(dict(terms))}"
 
 
 def _settings(comparison: Comparison, setting: Setting) -> str:
@@ -224,5 +230,10 @@ def _settings(comparison: Comparison, setting: Setting) -> str:
         "drawing of the run of middle duration",
         "Sampling": "greedy, to the exact length",
     }
+    return f"<h2>How it was measured</h2>{definitions(facts)}"
+
+
+def definitions(facts: Mapping[str, str]) -> str:
+    """Terms and what is said of them."""
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    return f"<h2>How it was measured</h2><dl>{items}</dl>"
+    return f"<dl>{items}</dl>"

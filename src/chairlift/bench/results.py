@@ -10,12 +10,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from chairlift.bench.compare import WARM_UP_REQUESTS, WARM_UP_TOKENS, Comparison
+from chairlift.bench.compare import Comparison
+from chairlift.bench.lab import WARM_UP_REQUESTS, WARM_UP_TOKENS
 from chairlift.bench.metrics import Metrics, measure, middle
 from chairlift.bench.trace import RequestTrace, Trace
 from chairlift.sim.workloads import Phase
 
-STEP_COLUMNS = ("start", "end", "tokens", "sampled", "running", "waiting", "kv_held", "kv_useful")
+STEP_COLUMNS = ("start", "end", "tokens", "prefill", "sampled", "running", "waiting", "kv_held", "kv_useful")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,19 @@ def to_json(comparison: Comparison, setting: Setting) -> dict[str, Any]:
                 **asdict(whole.metrics[policy]),
                 "phases": [{"label": phase.label, **asdict(phase.metrics[policy])} for phase in phases],
                 "repetitions": [asdict(measure(trace)) for trace in traces],
-                **_raw(typical(traces)),
+                **raw_records(typical(traces)),
             }
             for policy, traces in comparison.traces.items()
         },
     }
 
 
-def _raw(trace: Trace) -> dict[str, Any]:
+def raw_records(trace: Trace) -> dict[str, Any]:
+    """Every request and every step of a run."""
     return {
         "preemptions": trace.num_preemptions,
+        "swaps": trace.num_swaps,
+        "recomputed_tokens": trace.num_recomputed_tokens,
         "cached_tokens": trace.num_cached_tokens,
         "requests": [_request(request) for request in trace.requests.values()],
         "step_columns": list(STEP_COLUMNS),
@@ -109,6 +113,7 @@ def _request(request: RequestTrace) -> dict[str, Any]:
     return {
         "id": request.id,
         "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens,
         "output_tokens": len(request.token_ids),
         "arrival_s": _rounded(request.arrival),
         "board_s": _rounded(request.stays[0].board),

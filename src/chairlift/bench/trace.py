@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from chairlift.core.plan import StepItem, StepRecord
 from chairlift.core.request import Request
-from chairlift.core.scheduler import Key
 
 
 class State(enum.Enum):
@@ -49,7 +48,10 @@ class Stay:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request. Times are seconds since the run began; ``token_times`` has one a token."""
+    """One request. Times are seconds since the run began; ``token_times`` has one a token.
+
+    ``cached_tokens`` of its prompt were found in the prefix cache when it boarded.
+    """
 
     id: str
     prompt_tokens: int
@@ -59,6 +61,7 @@ class RequestTrace:
     token_ids: list[int] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class StepTrace:
     Fields:
         start, end: seconds since the run began.
         tokens: rows computed, padding and held rows included.
+        prefill: of these, rows that compute tokens of prompts.
         sampled: tokens that a request gained.
         running, waiting: requests in slots and in the queue after the step.
         kv_held: token slots of KV blocks that requests hold or were promised, after the step.
@@ -77,6 +81,7 @@ class StepTrace:
     start: float
     end: float
     tokens: int
+    prefill: int
     sampled: int
     running: int
     waiting: int
@@ -97,6 +102,8 @@ class Trace:
         self.steps: list[StepTrace] = []
         self.requests: dict[str, RequestTrace] = {}
         self.num_preemptions = 0
+        self.num_swaps = 0  # of the preemptions, those whose KV was kept outside the pool
+        self.num_recomputed_tokens = 0  # computed already, and thrown away by preemptions
         self.num_cached_tokens = 0
         self._begin = begin
         self._block_size = block_size
@@ -110,7 +117,7 @@ class Trace:
         self.requests[request.id] = RequestTrace(request.id, request.num_prompt, arrival)
         self._waiting_since[request.id] = arrival
 
-    def add(self, record: StepRecord, live: Mapping[Key, Request]) -> None:
+    def add(self, record: StepRecord, live: Mapping[tuple[str, int], Request]) -> None:
         """Takes one step. ``live`` are the requests in slots after it (`Scheduler.running`), one sample each."""
         start, end = record.started - self._begin, record.ended - self._begin
         finished = {output.request_id for output in record.outputs if output.finish_reason is not None}
@@ -147,15 +154,18 @@ class Trace:
             request.token_times += [end] * len(output.new_token_ids)
             request.token_ids += output.new_token_ids
             sampled += len(output.new_token_ids)
+            request.cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None:
                 request.finish = end
         return sampled
 
     def _take_state(
-        self, record: StepRecord, live: Mapping[Key, Request], start: float, end: float, sampled: int
+        self, record: StepRecord, live: Mapping[tuple[str, int], Request], start: float, end: float, sampled: int
     ) -> None:
         stats = record.stats
         self.num_preemptions = stats.total_preemptions
+        self.num_swaps = stats.total_swaps
+        self.num_recomputed_tokens = stats.total_recomputed_tokens
         self.num_cached_tokens = stats.total_cached_tokens
         held = stats.num_blocks - stats.free_blocks + stats.reserved_blocks
         self.steps.append(
@@ -163,6 +173,7 @@ class Trace:
                 start=start,
                 end=end,
                 tokens=record.plan.num_tokens,
+                prefill=sum(_prompt_tokens(item) for item in record.plan.items),
                 sampled=sampled,
                 running=stats.num_running,
                 waiting=stats.num_waiting + stats.num_preempted,
@@ -170,6 +181,10 @@ class Trace:
                 kv_useful=sum(request.num_computed for request in live.values() if request.finish_reason is None),
             )
         )
+
+
+def _prompt_tokens(item: StepItem) -> int:
+    return 0 if item.discard else max(0, min(item.start + len(item.token_ids), item.num_prompt) - item.start)
 
 
 def _states(items: tuple[StepItem, ...]) -> dict[str, State]:

@@ -1,4 +1,4 @@
-"""The command line: ``chairlift serve | chat | generate | pull | bench``."""
+"""The command line: ``chairlift serve | chat | generate | pull | explain | bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def main() -> None:
     """Entry point. An error that a person can act on is one line on stderr and exit code 1."""
     import typer
 
-    from chairlift.cli import bench, chat, generate, pull, serve
+    from chairlift.cli import bench, chat, explain, generate, pull, serve
     from chairlift.cli.options import refuse_foreign
     from chairlift.errors import ChairliftError
 
@@ -21,6 +21,7 @@ def main() -> None:
     app.command()(chat.chat)
     app.command()(generate.generate)
     app.command()(pull.pull)
+    app.command()(explain.explain)
     app.add_typer(bench.app, name="bench", help="Measure the engine.")
     try:
         refuse_foreign(sys.argv[1:])

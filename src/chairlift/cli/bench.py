@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.cli.options import ModelArgument
-from chairlift.config import DEFAULT_MODEL, EngineConfig
+from chairlift.bench.cases import CASES
+from chairlift.cli.options import ModelArgument, config_options
+from chairlift.config import DEFAULT_MODEL, EngineConfig, option
 from chairlift.errors import ChairliftError, ConfigError
 
 if TYPE_CHECKING:
-    from chairlift.bench.compare import Comparison, Progress
+    from chairlift.bench.case import Case
+    from chairlift.bench.lab import Lab, Progress
     from chairlift.bench.results import Setting
-    from chairlift.sim.workloads import Workload
+    from chairlift.core.plan import Capacity
+    from chairlift.core.scheduler import Scheduler
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -62,7 +66,8 @@ def compare(
     """Run the same requests through static, continuous and chunked scheduling, and compare."""
     from rich.console import Console
 
-    from chairlift.bench.compare import check_reps, engine_config, make_workload
+    from chairlift.bench.compare import engine_config, make_bench, make_workload
+    from chairlift.bench.lab import check_reps
     from chairlift.bench.report import to_html
     from chairlift.bench.results import parts, to_json, to_table
 
@@ -71,7 +76,9 @@ def compare(
     workload = make_workload(case, seed=seed, scale=scale)
     base = EngineConfig(model=model, threads=threads, isa=isa, kv_cache_memory=kv_cache_memory)
     config = engine_config(workload, base, chunk_tokens=max_num_batched_tokens)
-    comparison, setting = _measure(workload, config, max_num_batched_tokens, seed=seed, scale=scale, reps=reps)
+    with _lab(config, seed=seed, scale=scale) as (lab, setting), _bars() as show:
+        bench = make_bench(lab, workload, config, chunk_tokens=max_num_batched_tokens)
+        comparison = bench.compare(reps=reps, progress=show)
     console = Console()
     for part in parts(comparison):
         console.print(to_table(part))
@@ -94,11 +101,64 @@ def _check_paths(json_path: Path | None, report: Path | None) -> None:
         raise ConfigError(f"--report writes HTML, so its name must end in .html, got {report}")
 
 
-def _measure(
-    workload: Workload, config: EngineConfig, chunk_tokens: int, *, seed: int, scale: float, reps: int
-) -> tuple[Comparison, Setting]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseOptions:
+    """What all cases can be told."""
+
+    json: str | None = option(None, "Write all numbers and the raw records to this file.")
+    report: str | None = option(None, "Write an HTML page with the numbers and a timeline of every slot to this file.")
+    reps: int = option(1, "Run everything so often, in turns, and take medians.")
+    seed: int = option(0, "Seed of the load's lengths and tokens.")
+    threads: int | None = option(None, "Threads that compute. Default: the processors this process may use.")
+    isa: str = option("auto", "Instruction set of the kernels: auto, avx2 or portable.")
+    kv_cache_memory: str | None = option(None, "Memory for the KV cache, e.g. 512MiB. Default: as for serve.")
+
+
+def _case_command(kind: type[Case]) -> Callable[..., None]:
+    """The command of a case: its own options, and those of all."""
+
+    def command(case: Any, options: CaseOptions, model: ModelArgument = DEFAULT_MODEL) -> None:
+        _run_case(case, options, model)
+
+    command.__annotations__["case"] = kind
+    return config_options(command)
+
+
+for _kind in CASES:
+    app.command(_kind.name, help=_kind.__doc__)(_case_command(_kind))
+
+
+def _run_case(case: Case, options: CaseOptions, model: str) -> None:
+    from rich.console import Console
+
+    from chairlift.bench.case_report import to_html
+    from chairlift.bench.case_results import to_json, to_table, to_text
+    from chairlift.bench.lab import check_reps
+    from chairlift.bench.measure import measure
+
+    check_reps(options.reps)
+    json_path, report = (Path(name) if name else None for name in (options.json, options.report))
+    _check_paths(json_path, report)
+    base = EngineConfig(model=model, threads=options.threads, isa=options.isa, kv_cache_memory=options.kv_cache_memory)
+    config = case.config(base)
+    with _lab(config, seed=options.seed, scale=1.0) as (lab, setting), _bars() as show:
+        measured = measure(case, lab, config, seed=options.seed, reps=options.reps, progress=show)
+    console = Console()
+    console.print(to_table(measured))
+    console.print(to_text(measured))
+    if json_path:
+        json_path.write_text(json.dumps(to_json(measured, setting, lab.capacity)), encoding="utf-8")
+        console.print(f"numbers: {json_path}", highlight=False)
+    if report:
+        report.write_text(to_html(measured, setting, lab.capacity), encoding="utf-8")
+        console.print(f"report: {report}", highlight=False)
+
+
+@contextmanager
+def _lab(config: EngineConfig, *, seed: int, scale: float) -> Iterator[tuple[Lab, Setting]]:
+    """A lab on a runner that is started, and closed at the end."""
     from chairlift import models
-    from chairlift.bench.compare import make_bench
+    from chairlift.bench.lab import make_lab
     from chairlift.bench.machine import machine_info
     from chairlift.bench.results import Setting
     from chairlift.cli.progress import download_progress
@@ -108,21 +168,19 @@ def _measure(
         models.resolve(config.model, progress=progress)
     executor, capacity = start_runner(config)
     try:
-        bench = make_bench(
-            executor,
-            capacity,
-            workload,
-            vocab_size=models.load_tokenizer(config.model).vocab_size,
-            seed=seed,
-            whole_tokens=config.max_num_batched_tokens or capacity.max_model_len,
-            chunk_tokens=chunk_tokens,
-        )
-        with _bars() as show:
-            comparison = bench.compare(reps=reps, progress=show)
+        vocab_size = models.load_tokenizer(config.model).vocab_size
         name = Path(config.model).name if Path(config.model).exists() else config.model
-        return comparison, Setting(name, seed, scale, _version(), machine_info(executor))
+        setting = Setting(name, seed, scale, _version(), machine_info(executor))
+        yield make_lab(executor, capacity, _make_scheduler, vocab_size=vocab_size, seed=seed), setting
     finally:
         executor.close()
+
+
+def _make_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:
+    from chairlift.core.policy import make_policy
+    from chairlift.engine_main import make_scheduler
+
+    return make_scheduler(config, make_policy(config.scheduler_policy, admission=config.admission), capacity)
 
 
 @contextmanager

@@ -1,20 +1,26 @@
 """The API process: OpenAI's HTTP API in front, the engine process behind.
 
-| module     | what it holds                                                        |
-|------------|----------------------------------------------------------------------|
-| main       | `run`: start, signals, end                                           |
-| supervisor | the engine process: spawned, watched, ended                          |
-| ipc        | the messages between the two processes                               |
-| client     | requests to the engine, and what comes back for each                 |
-| service    | tokenising, limits, and the life of one generation                   |
-| text       | from tokens to text: incremental decoding and stop strings           |
-| bodies     | JSON bodies: parsed, or told what is wrong                           |
-| schemas    | what clients may send                                                |
-| responses  | what they get                                                        |
-| streaming  | how they get it: whole or as events; disconnects                     |
-| routes     | the endpoints                                                        |
-| errors     | exceptions in OpenAI's shape                                         |
-| metrics    | Prometheus                                                           |
+| module      | what it holds                                              |
+|-------------|------------------------------------------------------------|
+| main        | `run`: start, signals, end                                 |
+| supervisor  | the engine process: spawned, watched, ended                |
+| ipc         | the messages between the two processes                     |
+| client      | requests to the engine, and what comes back for each       |
+| service     | tokenising, limits, and the life of one generation         |
+| text        | from tokens to text: incremental decoding and stop strings |
+| choices     | which of a prompt's samples are returned                   |
+| prefix      | --pin-prefix, as tokens                                    |
+| tenants     | on whose behalf a request comes, and how urgently          |
+| inspection  | live requests, and the life of one, for a person           |
+| bodies      | JSON bodies: parsed, or told what is wrong                 |
+| schemas     | what clients may send                                      |
+| responses   | what they get                                              |
+| streaming   | how they get it: whole or as events; disconnects           |
+| routes      | the endpoints                                              |
+| errors      | exceptions in OpenAI's shape                               |
+| metrics     | Prometheus                                                 |
+| goodput     | which samples were in time                                 |
+| preemptions | the warning about them                                     |
 """
 
 from __future__ import annotations

@@ -6,13 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from chairlift import log
 from chairlift.core.plan import Output, StepStats
+from chairlift.core.ports import Report
 from chairlift.core.request import Request
-from chairlift.errors import EngineDead
+from chairlift.errors import EngineDead, NotReady
 from chairlift.server import ipc
 from chairlift.server.supervisor import EngineProcess
+
+INSPECT_SECONDS = 5.0  # an engine answers between two steps
 
 _log = log.get("client")
 
@@ -34,7 +38,7 @@ class Stream:
 
     def __init__(self, client: EngineClient, requests: Iterable[Request]) -> None:
         self._client = client
-        self._open = {(request.id, index) for request in requests for index in range(request.num_samples)}
+        self._open = {(request.id, index) for request in requests for index in request.outputs}
         self._ids = {request_id for request_id, _ in self._open}
         self._pending: list[News] = []
         self._wake: asyncio.Future[None] | None = None
@@ -106,6 +110,8 @@ class EngineClient:
         self._engine = engine
         self._on_step = on_step
         self._streams: dict[str, Stream] = {}
+        self._questions: dict[int, asyncio.Future[Report]] = {}
+        self._question_ids = count()
         self.phase = "starting the engine"
         self.phases: list[tuple[str, float]] = []
         self.ready: ipc.Ready | None = None
@@ -135,6 +141,26 @@ class EngineClient:
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._engine.send(ipc.Abort(self._engine.epoch, request_id, index))
 
+    def pin(self, token_ids: Iterable[int]) -> None:
+        """Has the engine compute and keep the KV of what prompts begin with. To be sent before all requests."""
+        self._engine.send(ipc.Pin(self._engine.epoch, tuple(token_ids)))
+
+    async def inspect(self, request_id: str | None = None) -> Report:
+        """What the engine knows of a request, or of all that live. Raises EngineDead, or NotReady if it is too busy."""
+        if self.error is not None:
+            raise EngineDead(self.error)
+        question = next(self._question_ids)
+        answer = self._questions[question] = asyncio.get_running_loop().create_future()
+        self._engine.send(ipc.Inspect(self._engine.epoch, question, request_id))
+        try:
+            return await asyncio.wait_for(answer, INSPECT_SECONDS)
+        except TimeoutError:
+            raise NotReady(
+                f"the engine did not answer within {INSPECT_SECONDS:g} s; it may be in a long step, ask again"
+            ) from None
+        finally:
+            del self._questions[question]
+
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._streams.pop(request_id, None)
@@ -146,6 +172,9 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(EngineDead(self.error))
         self._streams.clear()
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(self.error))
 
     def _die(self, error: str) -> None:
         self.fail(error)
@@ -161,6 +190,10 @@ class EngineClient:
                     if stream := self._streams.get(output.request_id):
                         stream.feed(News(now, output))
                 self._on_step(stats)
+            case ipc.Answer(_, report):
+                answer = self._questions.get(report.question)
+                if answer is not None and not answer.done():
+                    answer.set_result(report)
             case ipc.Phase(_, name, None):
                 self.phase = name
             case ipc.Phase(_, name, seconds):

@@ -20,6 +20,7 @@ from chairlift.errors import (
     RequestRefused,
     show,
 )
+from chairlift.server.inspection import RequestNotFound
 from chairlift.server.metrics import Metrics
 
 _log = log.get("server")
@@ -29,6 +30,7 @@ _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (  # the first th
     (ParameterError, 400, None),
     (RequestRefused, 400, None),
     (ModelNotFound, 404, "model_not_found"),
+    (RequestNotFound, 404, "request_not_found"),
     (NotReady, 503, "not_ready"),
     (EngineDead, 500, "engine_dead"),
     (ChairliftError, 500, None),

@@ -7,10 +7,13 @@ message that was under way when an engine died can never be taken for one of its
 |---------|-----------------|--------------------------------------------------------------------|
 | Add     | API to engine   | a new request                                                      |
 | Abort   | API to engine   | end a request, or one sample of it                                 |
+| Inspect | API to engine   | a question: what lives, or how has this request fared              |
+| Pin     | API to engine   | compute the KV of this beginning of prompts, and keep it           |
 | Stop    | API to engine   | finish the step, release everything, exit 0                        |
 | Phase   | engine to API   | a phase of the start began (seconds None) or ended                 |
 | Ready   | engine to API   | the model is loaded, and this is what was reserved                 |
 | Outputs | engine to API   | one step's news, and the engine's state after it                   |
+| Answer  | engine to API   | the reply to an Inspect                                            |
 | Failed  | engine to API   | the engine cannot start or go on; it exits with 1 after this       |
 """
 
@@ -49,6 +52,15 @@ class Abort(Message, frozen=True):
     index: int | None = None
 
 
+class Inspect(Message, frozen=True):
+    question: int
+    request_id: str | None = None
+
+
+class Pin(Message, frozen=True):
+    token_ids: tuple[int, ...]
+
+
 class Stop(Message, frozen=True):
     pass
 
@@ -70,17 +82,27 @@ class Outputs(Message, frozen=True):
     stats: StepStats
 
 
+class Answer(Message, frozen=True):
+    report: ports.Report
+
+
 class Failed(Message, frozen=True):
     error: str
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_for_engine = msgspec.msgpack.Decoder(Add | Abort | Stop).decode
-decode_for_api = msgspec.msgpack.Decoder(Phase | Ready | Outputs | Failed).decode
+decode_for_engine = msgspec.msgpack.Decoder(Add | Abort | Inspect | Pin | Stop).decode
+decode_for_api = msgspec.msgpack.Decoder(Phase | Ready | Outputs | Answer | Failed).decode
 
 
-def for_core(message: Add | Abort) -> ports.Message:
+def for_core(message: Add | Abort | Inspect | Pin) -> ports.Message:
     """The core's own form of a message."""
-    if isinstance(message, Add):
-        return ports.Add(message.request)
-    return ports.Abort(message.request_id, message.index)
+    match message:
+        case Add(_, request):
+            return ports.Add(request)
+        case Abort(_, request_id, index):
+            return ports.Abort(request_id, index)
+        case Inspect(_, question, request_id):
+            return ports.Inspect(question, request_id)
+        case Pin(_, token_ids):
+            return ports.Pin(token_ids)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift import log
 from chairlift.config import EngineConfig, ServerConfig
+from chairlift.core.plan import StepStats
 from chairlift.errors import ConfigError, EngineDead
 from chairlift.server import ipc, supervisor
+from chairlift.server.prefix import check_prefix, prefix_tokens
 from chairlift.server.text import Tokenizer
 
 if TYPE_CHECKING:  # imported while the engine loads: see run()
@@ -46,7 +48,7 @@ def run(
         try:
             phases = [("interpreter", time.perf_counter() - begin)]
             with ThreadPoolExecutor(1, "tokenizer") as pool:
-                tokenizer = pool.submit(_timed, tokenizer_factory)
+                tokenizer = pool.submit(_load, tokenizer_factory, engine_config.pin_prefix)
                 service, server = _build(engine, engine_config, server_config, phases)
                 asyncio.run(_serve(service, server, listener, tokenizer, phases, begin))
         finally:
@@ -84,9 +86,17 @@ def _listen(config: ServerConfig) -> socket.socket:
         ) from None
 
 
-def _timed(load: Callable[[], Any]) -> tuple[Any, float]:
+class _Loaded(NamedTuple):
+    tokenizer: Tokenizer
+    pinned: list[int] | None  # tokens of --pin-prefix
+    seconds: float
+
+
+def _load(factory: Callable[[], Tokenizer], pin_prefix: str | None) -> _Loaded:
     begin = time.perf_counter()
-    return load(), time.perf_counter() - begin
+    tokenizer = factory()
+    pinned = None if pin_prefix is None else prefix_tokens(pin_prefix, tokenizer)
+    return _Loaded(tokenizer, pinned, time.perf_counter() - begin)
 
 
 def _build(
@@ -102,6 +112,7 @@ def _build(
     from chairlift.server.app import create_app
     from chairlift.server.client import EngineClient
     from chairlift.server.metrics import Metrics
+    from chairlift.server.preemptions import PreemptionLog
     from chairlift.server.service import Service
 
     class Server(uvicorn.Server):
@@ -111,7 +122,13 @@ def _build(
             return nullcontext()
 
     metrics = Metrics()
-    client = EngineClient(engine, metrics.step)
+    preemptions = PreemptionLog(engine_config, _log)
+
+    def on_step(stats: StepStats) -> None:
+        metrics.step(stats)
+        preemptions.step(stats)
+
+    client = EngineClient(engine, on_step)
     service = Service(client, engine_config, _names(engine_config.model, server_config), metrics)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     config = uvicorn.Config(
@@ -137,7 +154,7 @@ async def _serve(
     service: Service,
     server: uvicorn.Server,
     listener: socket.socket,
-    tokenizer: Future[tuple[Tokenizer, float]],
+    tokenizer: Future[_Loaded],
     phases: list[tuple[str, float]],
     begin: float,
 ) -> None:
@@ -166,7 +183,7 @@ async def _serve(
 async def _watch(
     service: Service,
     server: uvicorn.Server,
-    tokenizer: Future[tuple[Tokenizer, float]],
+    tokenizer: Future[_Loaded],
     phases: list[tuple[str, float]],
     begin: float,
     address: str,
@@ -174,15 +191,17 @@ async def _watch(
     """From the start to the death of the engine. Ends the server, whatever happens to it."""
     client, metrics = service.client, service.metrics
     try:
-        loaded, seconds = await asyncio.wrap_future(tokenizer)
-        service.tokenizer = loaded
-        phases.append(("tokenizer", seconds))
+        loaded = await asyncio.wrap_future(tokenizer)
+        phases.append(("tokenizer", loaded.seconds))
         await client.started.wait()
         if client.ready is None:
             raise EngineDead(client.error or "the engine did not start")
         _report(client.ready)
-        metrics.capacity(client.ready.capacity.num_blocks, client.ready.capacity.num_blocks)
-        metrics.engine_up.set(1)
+        if loaded.pinned is not None:
+            check_prefix(loaded.pinned, client.ready.capacity)
+            client.pin(loaded.pinned)
+        service.tokenizer = loaded.tokenizer  # only now are requests taken: the beginning that stays comes before them
+        metrics.ready(client.ready.capacity)
         _log.info(
             "ready after %.2f s; engine: %s; server: %s",
             time.perf_counter() - begin,

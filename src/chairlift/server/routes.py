@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Response
+import msgspec
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from chairlift.server import errors, metrics
@@ -16,8 +17,14 @@ from chairlift.server.responses import ChatFormat, CompletionFormat, Format
 from chairlift.server.schemas import ChatRequest, CompletionRequest
 from chairlift.server.service import DEFAULT_MAX_TOKENS, Service
 from chairlift.server.streaming import Answer
+from chairlift.server.tenants import tenant_of
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+def json(content: dict[str, Any]) -> Response:
+    """Encoded by msgspec: quick, and whatever number there is becomes valid JSON."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def create_router(service: Service) -> APIRouter:
@@ -35,6 +42,7 @@ def create_router(service: Service) -> APIRouter:
 
     async def answer(
         prefix: str,
+        http: Request,
         request: CompletionRequest | ChatRequest,
         encode: Callable[[], Awaitable[list[list[int]]]],
         prompt_param: str,
@@ -51,6 +59,8 @@ def create_router(service: Service) -> APIRouter:
             arrival=arrival,
             prompt_param=prompt_param,
             limit_param=request.limit_param,
+            tenant=tenant_of(http.headers.get("authorization"), request.user),
+            priority=0 if request.priority is None else request.priority,
         )
         shape = format(
             request_id,
@@ -63,18 +73,18 @@ def create_router(service: Service) -> APIRouter:
         return Answer(generation, shape, stream=bool(request.stream))
 
     @router.post("/v1/completions")
-    async def completions(request: CompletionRequest) -> Response:
+    async def completions(http: Request, request: CompletionRequest) -> Response:
         """Continues prompts. max_tokens defaults to 16; a larger number that does not fit the context is refused."""
-        return await answer("cmpl", request, lambda: service.encode(request.prompts), "prompt", CompletionFormat)
+        return await answer("cmpl", http, request, lambda: service.encode(request.prompts), "prompt", CompletionFormat)
 
     @router.post("/v1/chat/completions")
-    async def chat_completions(request: ChatRequest) -> Response:
+    async def chat_completions(http: Request, request: ChatRequest) -> Response:
         """Answers a conversation. Without max_tokens the answer may go on to the end of the context."""
 
         async def encode() -> list[list[int]]:
             return [await service.encode_chat([message.for_template() for message in request.messages])]
 
-        return await answer("chatcmpl", request, encode, "messages", ChatFormat)
+        return await answer("chatcmpl", http, request, encode, "messages", ChatFormat)
 
     def card() -> dict[str, Any]:
         ready = service.client.ready
@@ -96,6 +106,18 @@ def create_router(service: Service) -> APIRouter:
     async def model(name: str) -> dict[str, Any]:
         service.require_model(name)
         return card()
+
+    @get("/v1/requests")
+    async def requests() -> Response:
+        """What runs and waits, and why it waits: one entry a sequence, the waiting by their position in the queue."""
+        service.require_ready()
+        return json(await service.requests.all())
+
+    @get("/v1/requests/{request_id}")
+    async def request(request_id: str) -> Response:
+        """One request by its id (cmpl-... or chatcmpl-...), and its life as far back as the engine remembers."""
+        service.require_ready()
+        return json(await service.requests.one(request_id))
 
     @get("/health")
     async def health() -> Response:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from chairlift.core.request import MAX_LOGIT_BIAS, MAX_STOP, SamplingParams, check_count
 from chairlift.errors import ParameterError, show
+from chairlift.server.choices import chooses
 
 MAX_FIELDS = 128  # of an object
 MAX_PROMPTS = 256
@@ -22,11 +23,11 @@ MAX_CHOICES = 512  # prompts times n
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages together
 MAX_STOP_LENGTH = 256  # characters of a stop string
+MAX_USER_LENGTH = 512  # characters of `user`
 
 _ANY = object()  # any value asks for nothing here
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "user": (_ANY,),
     "metadata": (_ANY,),
     "safety_identifier": (_ANY,),
     "prompt_cache_key": (_ANY,),
@@ -34,9 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "prompt_logprobs": (),
-    "priority": (0,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -53,7 +51,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _NEUTRAL_COMPLETION = {"suffix": ("",)}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -110,7 +107,7 @@ def _check_unicode(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
 
-# Checked by SamplingParams
+# Checked by SamplingParams, and the priority by check_priority
 Whole = Annotated[int | None, SkipValidation]
 Real = Annotated[float | None, SkipValidation]
 Flag = Annotated[bool | None, SkipValidation]
@@ -159,8 +156,16 @@ def _optional(check: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: None if value is None else check(value))
 
 
+def _check_user(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) > MAX_USER_LENGTH:
+        raise ParameterError(
+            "user", f"user must be a string of at most {MAX_USER_LENGTH} characters, got {show(value)}"
+        )
+    return value
+
+
 class Sampling(Body):
-    """What completions and chat have in common. The first group is OpenAI's, the second vLLM's."""
+    """What completions and chat have in common. The first group is OpenAI's, the second vLLM's, the third our own."""
 
     model: str | None = None
     n: Whole = None
@@ -174,6 +179,7 @@ class Sampling(Body):
     logit_bias: Annotated[dict[str, float] | None, SkipValidation, _optional(_check_logit_bias)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    user: Annotated[Text | None, _optional(_check_user)] = None
 
     top_k: Whole = None
     min_p: Real = None
@@ -183,6 +189,13 @@ class Sampling(Body):
     stop_token_ids: Annotated[list[int] | None, SkipValidation] = None
     skip_special_tokens: Flag = None
     include_stop_str_in_output: Flag = None
+    best_of: Whole = None
+    use_beam_search: Flag = None
+    length_penalty: Real = None
+    priority: Whole = None
+
+    ttft_ms: Real = None
+    deadline_ms: Real = None
 
     @model_validator(mode="before")
     @classmethod
@@ -206,13 +219,22 @@ class Sampling(Body):
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises ParameterError, naming the parameter and the allowed range."""
-        names = Sampling.model_fields.keys() - {"model", "stream", "stream_options", "logit_bias"}
+        others = {"model", "stream", "stream_options", "logit_bias", "user", "priority"}
+        names = Sampling.model_fields.keys() - others
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        return SamplingParams(**(given | more))
+        params = SamplingParams(**(given | more))
+        if self.stream and (params.use_beam_search or chooses(params)):
+            name = "use_beam_search" if params.use_beam_search else "best_of"
+            raise ParameterError(
+                name,
+                f"{name} cannot be streamed, since it is only known at the end which tokens are returned; "
+                f"leave out stream or {name}",
+            )
+        return params
 
 
 def _check_prompt(value: Any) -> Any:
@@ -254,7 +276,6 @@ class CompletionRequest(Sampling):
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation, BeforeValidator(_check_prompt)]
     logprobs: Whole = None
-    best_of: Whole = None
 
     @model_validator(mode="before")
     @classmethod
@@ -272,12 +293,9 @@ class CompletionRequest(Sampling):
     def params(self) -> SamplingParams:
         """Raises as `sampling_params` does."""
         params = self.sampling_params(**({} if self.logprobs is None else {"logprobs": self.logprobs}))
-        if self.best_of is not None and not _same(self.best_of, params.n):
-            raise ParameterError(
-                "best_of", f"best_of other than n ({params.n}) is not supported, got {show(self.best_of)}"
-            )
-        if params.n * len(self.prompts) > MAX_CHOICES:
-            raise ParameterError("n", f"n times the number of prompts must be at most {MAX_CHOICES}")
+        if params.width * len(self.prompts) > MAX_CHOICES:
+            name = "n" if params.best_of is None else "best_of"
+            raise ParameterError(name, f"{name} times the number of prompts must be at most {MAX_CHOICES}")
         return params
 
 

@@ -21,8 +21,12 @@ from chairlift.errors import (
     RequestRefused,
     show,
 )
+from chairlift.server.choices import best, chooses, engine_params, mean_logprob
 from chairlift.server.client import EngineClient, News, Stream
+from chairlift.server.goodput import Timing, outcome
+from chairlift.server.inspection import Requests, engine_id
 from chairlift.server.metrics import Metrics
+from chairlift.server.tenants import check_priority
 from chairlift.server.text import Delta, Tokenizer, Transcript
 
 LONG_TEXT = 4096  # characters of a request; longer texts are tokenised off the event loop
@@ -45,6 +49,7 @@ class Service:
     Attributes:
         names: names of the model that clients may use; the first is the one shown.
         tokenizer: None until it is loaded.
+        requests: those of this server, for a person who asks how they fare.
     """
 
     def __init__(self, client: EngineClient, config: EngineConfig, names: Sequence[str], metrics: Metrics) -> None:
@@ -53,6 +58,7 @@ class Service:
         self.names = tuple(names)
         self.metrics = metrics
         self.tokenizer: Tokenizer | None = None
+        self.requests = Requests(client)
         self.started = int(time.time())
 
     @property
@@ -115,6 +121,8 @@ class Service:
         arrival: float,
         prompt_param: str,
         limit_param: str | None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> Generation:
         """Sends the prompts to the engine.
 
@@ -123,30 +131,36 @@ class Service:
         not fit is refused, never cut.
         """
         tokenizer, capacity = self.require_ready()
-        if params.n > self.config.max_num_seqs:
-            limit = self.config.max_num_seqs
-            raise ParameterError("n", f"n must be a whole number from 1 to {limit} (max-num-seqs), got {params.n}")
+        if params.width > self.config.max_num_seqs:
+            name, limit = "n" if params.best_of is None else "best_of", self.config.max_num_seqs
+            raise ParameterError(
+                name, f"{name} must be a whole number from 1 to {limit} (max-num-seqs), got {params.width}"
+            )
+        check_priority(priority, self.config)
         requests = []
         for i, prompt in enumerate(prompts):
             self._check_room(prompt, params, capacity, prompt_param, limit_param)
             requests.append(
                 make_request(
-                    f"{request_id}-{i}",
+                    engine_id(request_id, i),
                     list(prompt),
-                    params,
+                    engine_params(params),
                     vocab_size=tokenizer.vocab_size,
                     eos_token_ids=tokenizer.eos_token_ids,
                     seed=self.config.seed,
                     arrival=arrival,
+                    tenant=tenant,
+                    priority=priority,
                 )
             )
         transcripts = [
             Transcript(tokenizer.stream(params.skip_special_tokens, request.token_ids), params, request.stop_ids)
             for request in requests
-            for _ in range(params.n)
+            for _ in request.outputs
         ]
         stream = self.client.submit(requests)
-        return Generation(stream, requests, transcripts, arrival, self.metrics)
+        self.requests.remember(request_id, len(requests))
+        return Generation(stream, requests, transcripts, arrival, self.metrics, self.config)
 
     def _check_room(
         self,
@@ -198,70 +212,100 @@ async def _maybe_in_thread(length: int, encode: Callable[[], T]) -> T:
 
 
 class Generation:
-    """All choices of one HTTP request: prompt i's sample k is choice ``i * n + k``. Close it when done with it."""
+    """All samples of one HTTP request, of which some or all are its choices. Close it when done with it.
+
+    Prompt i's sample k is sample ``i * w + k``, where w is how many the engine tells of for each prompt.
+    """
 
     def __init__(
-        self, stream: Stream, requests: list[Request], transcripts: list[Transcript], arrival: float, metrics: Metrics
+        self,
+        stream: Stream,
+        requests: list[Request],
+        transcripts: list[Transcript],
+        arrival: float,
+        metrics: Metrics,
+        config: EngineConfig,
     ) -> None:
         self._stream = stream
         self._transcripts = transcripts
-        self._arrival = arrival
         self._metrics = metrics
-        self._first_choice = {request.id: i * request.num_samples for i, request in enumerate(requests)}
-        self._last_token = [0.0] * len(transcripts)
+        self._config = config
+        self._params = requests[0].params
+        self._width = len(requests[0].outputs)
+        self._first_sample = {request.id: i * self._width for i, request in enumerate(requests)}
+        self._timings = [Timing(arrival) for _ in transcripts]
+        self._logprobs = [0.0] * len(transcripts)  # summed, of those that the engine was asked for
         self._cached: dict[str, int] = {}
         self.usage = Usage(prompt_tokens=sum(request.num_prompt for request in requests))
         metrics.received.inc(len(transcripts))
         metrics.prompt_tokens.inc(self.usage.prompt_tokens)
 
-    @property
-    def num_choices(self) -> int:
-        return len(self._transcripts)
-
     async def deltas(self) -> AsyncIterator[dict[int, Delta]]:
-        """Per wake-up what each choice gained, until all have ended. Raises GenerationFailed, RequestRefused or
+        """Per wake-up what each sample gained, until all have ended. Raises GenerationFailed, RequestRefused or
         EngineDead if they cannot."""
         while news := await self._stream.read():
             gained: dict[int, Delta] = {}
             for item in news:
-                choice = self._first_choice[item.output.request_id] + item.output.index
-                delta = self._take(choice, item)
-                if choice in gained:
-                    gained[choice].extend(delta)
+                sample = self._first_sample[item.output.request_id] + item.output.index
+                delta = self._take(sample, item)
+                if sample in gained:
+                    gained[sample].extend(delta)
                 else:
-                    gained[choice] = delta
+                    gained[sample] = delta
             yield gained
 
-    def _take(self, choice: int, news: News) -> Delta:
-        output, transcript = news.output, self._transcripts[choice]
+    async def choices(self) -> list[Delta]:
+        """When all samples have ended, the choices, each whole: n a prompt. Raises as `deltas` does."""
+        samples = [Delta() for _ in self._transcripts]
+        async for gained in self.deltas():
+            for sample, delta in gained.items():
+                samples[sample].extend(delta)
+        if not chooses(self._params):
+            return samples
+        chosen: list[Delta] = []
+        for first in self._first_sample.values():
+            together = range(first, first + self._width)
+            means = [mean_logprob(self._logprobs[k], self._timings[k].num_tokens) for k in together]
+            chosen += [samples[together[k]] for k in best(means, self._params.n)]
+        return chosen
+
+    def _take(self, sample: int, news: News) -> Delta:
+        output, transcript = news.output, self._transcripts[sample]
         if transcript.finish_reason is not None:
             return Delta()
         self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.num_cached_tokens)
         self.usage.cached_tokens = sum(self._cached.values())
         delta = transcript.feed(output)
-        self._count(choice, news.arrived, len(delta.token_ids))
-        if delta.finish_reason is None:
-            return delta
-        self._metrics.finished.labels(delta.finish_reason.value).inc()
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        self._count(sample, news.arrived, len(delta.token_ids))
+        self._logprobs[sample] += sum(entry.logprob for entry in output.logprobs[: len(delta.token_ids)])
+        if delta.finish_reason is not None:
+            self._end(sample, news, delta.finish_reason)
+        return delta
+
+    def _count(self, sample: int, arrived: float, tokens: int) -> None:
+        if not tokens:
+            return
+        timing = self._timings[sample]
+        self.usage.completion_tokens += tokens
+        self._metrics.generation_tokens.inc(tokens)
+        between, last = tokens, timing.last
+        if last is None:
+            self._metrics.ttft.observe(arrived - timing.arrival)
+            between, last = 0 if self._params.use_beam_search else tokens - 1, arrived  # beams come all at once
+        for _ in range(between):
+            self._metrics.itl.observe((arrived - last) / between)
+        timing.add(tokens, arrived)
+
+    def _end(self, sample: int, news: News, reason: FinishReason) -> None:
+        output, timing = news.output, self._timings[sample]
+        self._metrics.finished.labels(reason.value).inc()
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
             message = output.error or "the engine ended this request"
             raise RequestRefused(message) if output.refused else GenerationFailed(message)
         if output.finish_reason is None:  # a stop string, which the engine knows nothing of
             self._stream.end(output.request_id, output.index)
-        self._metrics.e2e.observe(news.arrived - self._arrival)
-        return delta
-
-    def _count(self, choice: int, arrived: float, tokens: int) -> None:
-        if not tokens:
-            return
-        last, self._last_token[choice] = self._last_token[choice], arrived
-        self.usage.completion_tokens += tokens
-        self._metrics.generation_tokens.inc(tokens)
-        if last == 0.0:
-            self._metrics.ttft.observe(arrived - self._arrival)
-            tokens, last = tokens - 1, arrived
-        for _ in range(tokens):
-            self._metrics.itl.observe((arrived - last) / tokens)
+        self._metrics.e2e.observe(news.arrived - timing.arrival)
+        self._metrics.goodput.labels(outcome(self._config, self._params, timing, reason, news.arrived)).inc()
 
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends what still runs, counting it as ended by ``reason``. Call it always, however the answer ended."""

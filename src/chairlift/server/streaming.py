@@ -15,7 +15,6 @@ from chairlift.errors import ChairliftError
 from chairlift.server import errors
 from chairlift.server.responses import Format
 from chairlift.server.service import Generation
-from chairlift.server.text import Delta
 
 _encode = msgspec.json.Encoder().encode
 
@@ -58,10 +57,7 @@ class Answer(Response):
         self._generation.close()
 
     async def _send_whole(self, send: Send) -> None:
-        choices = [Delta() for _ in range(self._generation.num_choices)]
-        async for gained in self._generation.deltas():
-            for choice, delta in gained.items():
-                choices[choice].extend(delta)
+        choices = await self._generation.choices()
         if self._gone:
             return
         content = _encode(self._format.whole(choices, self._generation.usage))
