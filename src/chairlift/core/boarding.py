@@ -65,6 +65,7 @@ class Boarding:
         self._shares = shares
         self._tell = tell
         self._stuck: Request | None = None  # could not board; pointless to try again until something is given back
+        self._favoured: Request | None = None  # for whom others made way
         self._told: tuple[Request | None, str] = (None, "")
 
     @property
@@ -135,6 +136,13 @@ class Boarding:
 
     # -- boarding
 
+    def next(self, now: float) -> Request | None:
+        """Who boards next: somebody for whom others made way, or else the first in the queue."""
+        if self._favoured in self.waiting:
+            return self._favoured
+        self._favoured = None
+        return self.waiting.first(self._kv, now) if self.waiting else None
+
     def make_way(self, now: float) -> Request | None:
         """Preempts those whom the next to board outranks, as far as it lacks what they hold.
 
@@ -146,7 +154,8 @@ class Boarding:
         self._make_way_aboard()
         if not self.waiting:
             return None
-        head = self.waiting.first(self._kv, now)
+        head = self.next(now)
+        assert head is not None
         while self.lacks_room(head):
             lower = [r for r in reversed(self.running.values()) if self._outranks(head, r) and not self._protected(r)]
             if not self._would_suffice(head, lower):
@@ -155,6 +164,7 @@ class Boarding:
             if victim is None or not self._may_leave(victim):
                 return victim
             self.preempt(victim, f"a place for {head.id}")
+            self._favoured = head
         return None
 
     def _make_way_aboard(self) -> None:
@@ -199,6 +209,8 @@ class Boarding:
         return not why
 
     def _outranks(self, waiting: Request, running: Request) -> bool:
+        if self.waiting.rank(waiting) >= self.waiting.rank(running):
+            return False  # back in the queue it would be the first to board again
         if self._policy.order.outranks(waiting, running):
             return True
         return self._shares is not None and self._shares.outranks(waiting, running)

@@ -60,6 +60,9 @@ class WaitingQueue:
         lines = sorted(self._lines.items(), key=lambda item: self._counter(item[0]))
         return (request for _, line in lines for request in line)
 
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and request.status in (Status.WAITING, Status.PREEMPTED)
+
     def first(self, kv: KVManager, now: float) -> Request:
         """Who boards next. There must be somebody."""
         return self._order.choose(self._lines[self._next_line()], kv, now)

@@ -112,9 +112,7 @@ class Scheduler:
         self._refuse(request)
         limit, params = self.capacity.max_model_len, request.params
         request.max_len = limit if params.max_tokens is None else min(limit, request.num_prompt + params.max_tokens)
-        needed = max(self.kv.held(request.max_len, prefilling=True), self.policy.gate.total(request, self.kv))
-        if params.use_beam_search or not self.policy.gate.preempts:
-            needed = max(needed, self.kv.full_blocks(request))
+        needed = self._needed(request)
         if needed > self.boarding.room:
             raise RequestRefused(
                 f"the request needs up to {needed} KV blocks of {self.kv.block_size} tokens, and the cache has "
@@ -132,6 +130,13 @@ class Scheduler:
         self._live[request.id] = {request.index: request}
         self._tell(request, "queued", f"prompt of {request.num_prompt} tokens")
         self.waiting.push(request)
+
+    def _needed(self, request: Request) -> int:
+        """Blocks without which a request cannot run to its end."""
+        needed = max(self.kv.held(request.max_len, prefilling=True), self.policy.gate.total(request, self.kv))
+        if request.params.use_beam_search or not self.policy.gate.preempts:
+            needed = max(needed, self.kv.full_blocks(request))
+        return needed
 
     def _refuse(self, request: Request) -> None:
         """Raises `RequestRefused` for what can be told without looking at memory."""
@@ -167,7 +172,7 @@ class Scheduler:
                 request.aborted.add(index)  # not forked from its prompt yet, it ends when it is
                 if len(request.aborted) == request.num_samples:
                     outputs += self._end(request, FinishReason.ABORT)
-        return outputs
+        return outputs + self._retire_batch()
 
     def expire(self, now: float) -> list[Output]:
         """Ends the requests whose time is over, and those that wait and could not produce a token in time any more."""
@@ -182,7 +187,7 @@ class Scheduler:
             if not self._hopeless(head):
                 break
             outputs += self._end(head, FinishReason.DEADLINE)
-        return outputs
+        return outputs + self._retire_batch()
 
     def _hopeless(self, request: Request) -> bool:
         """Whether a waiting request cannot have its first token in time even if it boards now."""
@@ -309,7 +314,7 @@ class Scheduler:
         aboard = deque(sorted(group.partial, key=self.waiting.rank))
         boards = group.boards
         while aboard or boards:
-            head = self.waiting.first(self.kv, self._now) if boards and self.waiting else None
+            head = self.boarding.next(self._now) if boards else None
             if aboard and (head is None or self.waiting.rank(aboard[0]) <= self.waiting.rank(head)):
                 request = aboard.popleft()
                 if batch.left > 0 and request.status is Status.RUNNING:
@@ -369,8 +374,7 @@ class Scheduler:
                 outputs += self._finish_if_done(request, token, news)
             else:
                 outputs.append(news)
-        if self.policy.holds and all(request.finish_reason for request in self.running.values()):
-            outputs += [output for request in list(self.running.values()) for output in self._retire(request)]
+        outputs += self._retire_batch()
         self._learn(flight, result)
         if self.settings.check:
             self.check()
@@ -549,6 +553,12 @@ class Scheduler:
 
     # -- ends
 
+    def _retire_batch(self) -> list[Output]:
+        """The rows of a static batch leave together, when the last of them has ended."""
+        if not self.policy.holds or not all(request.finish_reason for request in self.running.values()):
+            return []
+        return [output for request in list(self.running.values()) for output in self._retire(request)]
+
     def _retire(self, request: Request, news: Output | None = None) -> list[Output]:
         """A request that came to its own end leaves; its last news, if given, carries the reason."""
         reason = request.finish_reason
@@ -641,11 +651,14 @@ class Scheduler:
         """The KV of these tokens is computed now, and stays for all tenants. Refuses what would take half of the cache
         or more, with `RequestRefused`."""
         blocks = self.kv.held(len(token_ids))
-        if 2 * blocks > self.capacity.num_blocks:
+        if blocks + self.kv.held(len(token_ids) + 2, prefilling=True) > self.boarding.room:
             raise RequestRefused(
                 f"the pinned prefix needs {blocks} KV blocks, more than half of the {self.capacity.num_blocks} there "
                 "are; shorten --pin-prefix or raise --kv-cache-memory"
             )
+        needs = max((self._needed(request) for request in self.live), default=0)
+        if self.boarding.room - blocks < needs:
+            raise RequestRefused("a prefix cannot be pinned while requests live that need the memory; pin it first")
         self.kv.pin(token_ids)
         tokens = [*token_ids, token_ids[-1]]  # one more, since a prefix never covers the last token
         params = SamplingParams(max_tokens=1, temperature=0.0)
