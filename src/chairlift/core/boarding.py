@@ -79,7 +79,9 @@ class Boarding:
         """Grows a running request, preempting others if memory runs out; maybe itself. False if it must wait."""
         while not self._kv.grow(request, n):
             others = [r for r in reversed(self.running.values()) if not self._comes_before(r, request)]
-            victim = self._policy.order.victim(filter(self._may_leave, others))
+            victim = self._policy.order.victim(
+                r for r in others if self._may_leave(r) and (r.reservation is None or r is request)
+            )
             if victim is None or (victim is request and any(self._comes_before(request, r) for r in others)):
                 return False  # for those who come after it to make way, at the beginning of the next step
             self.preempt(victim, "blocks")
@@ -221,7 +223,7 @@ class Boarding:
             return "slots"
         if batch.left <= 0:
             return "slo" if batch.paced else "tokens"
-        if self._settings.slo_itl is not None and self._too_slow_with(request):
+        if batch.items and self._settings.slo_itl is not None and self._too_slow_with(request):
             return "slo"
         gate = self._gate(request)
         hit = self._kv.lookup(request)

@@ -78,9 +78,12 @@ class Engine:
         while self._in_flight:
             self._discard(self._in_flight.popleft())
         plan = self.scheduler.farewell()
-        if plan is not None:
-            self.executor.result(self.executor.submit(plan))
-        self.executor.close()
+        try:
+            if plan is not None:
+                with suppress(StepFailed):  # then it is not kept
+                    self.executor.result(self.executor.submit(plan))
+        finally:
+            self.executor.close()
 
     def _begin_step(self) -> bool:
         started = self._time()

@@ -399,6 +399,7 @@ class KVManager:
                         self.pool.index(table[i * groups + g], content)
                         if content in self._pins:
                             self._hold(content, self.windows[g])
+                            self.settle(request)  # before the next: a block of a window that stays does not come back
         request.num_indexed = full
         if not self._windowed:
             return
@@ -466,7 +467,8 @@ class KVManager:
         for request in members:
             prefilling = request.num_samples > 1 or request.num_computed < len(request.token_ids) - 1
             most += request.num_samples * self._window_blocks(self.windows[g], prefilling)
-            owners.update(request.block_table[request.num_slid * groups + g :: groups])
+            end = self.blocks_for(request.max_len) * groups  # what lies behind is padding
+            owners.update(request.block_table[request.num_slid * groups + g : end : groups])
         del owners[NO_BLOCK]
         return max(0, most - sum(self.pool.refs(block) == count for block, count in owners.items()))
 
