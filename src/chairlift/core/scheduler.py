@@ -227,15 +227,13 @@ class Scheduler:
         if self._in_flight:
             return None
         request = next(iter(self._suspects.values()))
-        if request.status is not Status.RUNNING:
-            for other in list(self.running.values()):  # no more than must be: they have just begun
-                if not self.boarding.lacks_room(request):
-                    break
-                self.boarding.preempt(other, "a step of its own for a request whose steps failed")
         batch = Batch(self.settings.max_num_batched_tokens)
         batch.left = batch.budget
         if request.status is not Status.RUNNING:
-            self.boarding.board(batch, request)
+            self.boarding.retry()
+            while not self.boarding.board(batch, request) and self.running:  # those aboard have just begun
+                other = next(reversed(self.running.values()))
+                self.boarding.preempt(other, "a step of its own for a request whose steps failed")
         elif request.num_remaining == 1:
             self._add_decodes(batch, [request])
         else:
@@ -458,7 +456,7 @@ class Scheduler:
             request.finish_reason = FinishReason.LENGTH
         if request.finish_reason is None:
             return [news]
-        if not self.policy.holds:
+        if not self.policy.holds or self._suspects:  # while some are tried alone, there is no batch
             return self._retire(request, news)
         request.num_pending, request.num_planned = 0, request.num_computed  # what more is in flight does not count
         return [news]
