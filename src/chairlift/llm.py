@@ -132,8 +132,8 @@ class LLM:
                 pass
 
     def close(self) -> None:
-        """Ends the engine, which keeps the prefix cache where it has a disk for it, and frees its memory. Also called at
-        the end of a ``with`` block."""
+        """Ends the engine, which keeps the prefix cache where it has a disk for it, and frees its memory. Also called
+        at the end of a ``with`` block."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -82,3 +82,55 @@ def test_a_request_that_fails_ends_the_run() -> None:
     clients, _ = start(Phase("", (WorkRequest("x", 3, 2),)), VirtualClock())
     with pytest.raises(ChairliftError, match="request x of the load failed: too long"):
         clients.put([Output("x", finish_reason=FinishReason.ERROR, error="too long")], StepStats())
+
+
+def test_some_requests_wait_for_tokens_of_others_and_some_seconds_more() -> None:
+    clock = VirtualClock(5.0)
+    requests = (
+        WorkRequest("second", 3, 2, arrival_s=0.5, after_tokens=4),
+        WorkRequest("flood", 3, 9),
+        WorkRequest("first", 3, 2, after_tokens=3),
+    )
+    clients, sent = start(Phase("", requests), clock)
+    assert ids(clients.take(idle=True)) == ["flood"]
+    clients.put([Output("flood", new_token_ids=(7, 7))], StepStats())
+    assert ids(clients.take(idle=False)) == []
+    clock.advance(1.0)
+    clients.put([Output("flood", new_token_ids=(7, 7))], StepStats())
+    assert ids(clients.take(idle=False)) == ["first"]
+    assert not clients.done
+    clock.advance(0.6)
+    assert ids(clients.take(idle=False)) == ["second"]
+    assert clients.done
+    assert [request.arrival for request in sent] == [5.0, 6.0, 6.5]
+
+
+def test_who_waits_for_tokens_that_nobody_will_give_is_sent_when_all_are_answered() -> None:
+    clock = VirtualClock(5.0)
+    clients, _ = start(Phase("", (WorkRequest("x", 3, 2), WorkRequest("y", 3, 2, 0.5, after_tokens=100))), clock)
+    assert ids(clients.take(idle=True)) == ["x"]
+    clients.put([finish("x")], StepStats())
+    assert ids(clients.take(idle=False)) == []
+    assert ids(clients.take(idle=True)) == ["y"]
+    assert clock.now() == 5.5
+
+
+def test_idle_clients_wait_no_longer_than_the_engine_allows() -> None:
+    clock = VirtualClock(10.0)
+    clients, _ = start(Phase("", (WorkRequest("x", 3, 2, 3.0),)), clock)
+    assert ids(clients.take(idle=True, until=11.0)) == []
+    assert clock.now() == 11.0
+    assert ids(clients.take(idle=True, until=20.0)) == ["x"]
+    assert clock.now() == 13.0
+    assert ids(clients.take(idle=True, until=14.0)) == []
+    assert clock.now() == 14.0, "with nothing to send, it is the engine that waits for something"
+
+
+def test_requests_share_just_the_tokens_they_are_to_share_and_name_their_tenant() -> None:
+    phase = Phase("", (WorkRequest("x", 9, 1, shared_tokens=5), WorkRequest("y", 12, 1, shared_tokens=5, tenant="T")))
+    clients, sent = start(phase, VirtualClock())
+    clients.take(idle=True)
+    x, y = sent
+    assert (len(x.token_ids), len(y.token_ids)) == (9, 12)
+    assert x.token_ids[:5] == y.token_ids[:5] and x.token_ids[5:] != y.token_ids[5:9]
+    assert (x.tenant, y.tenant) == ("", "T")

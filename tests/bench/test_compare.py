@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from chairlift.bench.compare import POLICIES, Bench, Comparison, engine_config, make_workload
+from chairlift.bench.lab import check_lengths
 from chairlift.bench.metrics import slot_utilization
 from chairlift.bench.trace import State, Trace
 from chairlift.config import EngineConfig
@@ -175,7 +176,7 @@ def test_the_policies_take_turns_on_one_executor(bench_of: Callable[..., Bench])
     assert set(last.values()) == {(435, 435)}
     assert all(len(traces) == 2 for traces in comparison.traces.values())
     measured = sum(len(trace.steps) for traces in comparison.traces.values() for trace in traces)
-    plans = bench.executor.plans  # type: ignore[attr-defined]
+    plans = bench.lab.executor.plans  # type: ignore[attr-defined]
     assert len(plans) == measured + 16, "warm-up: four, then two requests of eight tokens"
     assert all(item.request_id.startswith("warm-up-") for plan in plans[:16] for item in plan.items)
 
@@ -195,7 +196,7 @@ def test_a_cut_answer_is_an_error(bench_of: Callable[..., Bench]) -> None:
     trace = bench.run("chunked")
     trace.requests["A"].token_ids.pop()
     with pytest.raises(ChairliftError, match="request A of the load got 199 tokens, not 200"):
-        bench._check_lengths(trace)
+        check_lengths(trace, bench.workload)
 
 
 @pytest.mark.parametrize(

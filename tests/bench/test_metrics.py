@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import pytest
 
-from chairlift.bench.metrics import Metrics, kv_waste, measure, middle, percentile, slot_utilization
-from chairlift.bench.trace import RequestTrace, StepTrace, Trace
+from chairlift.bench.metrics import (
+    Metrics,
+    inter_token_latencies,
+    kv_waste,
+    measure,
+    middle,
+    percentile,
+    slot_utilization,
+    states,
+    waste_if_reserved,
+)
+from chairlift.bench.trace import RequestTrace, Segment, State, Stay, StepTrace, Trace
 
 
 def step(start: float, end: float, sampled: int, held: int = 0, useful: int = 0) -> StepTrace:
-    return StepTrace(start, end, 0, sampled, 0, 0, held, useful)
+    return StepTrace(start, end, 0, 0, sampled, 0, 0, held, useful)
 
 
 def request(name: str, prompt: int, arrival: float, times: list[float], finish: float) -> RequestTrace:
@@ -88,8 +98,45 @@ def test_kv_waste_of_nothing_held_is_none() -> None:
 
 
 def test_repetitions_give_medians_number_by_number() -> None:
-    one = Metrics(*[1.0] * 11, 10, 1.0)
+    one = Metrics(**{field.name: 1.0 for field in fields(Metrics)})  # type: ignore[arg-type]
+    one = replace(one, steps=10)
     runs = [one, replace(one, mean_e2e_s=5.0, steps=13), replace(one, mean_e2e_s=3.0, steps=12)]
     assert middle(runs).mean_e2e_s == 3.0
     assert middle(runs).steps == 12
     assert middle(runs).p99_itl_s == 1.0
+
+
+def test_gaps_are_those_that_overlap_with_the_window() -> None:
+    requests = [request("x", 1, 0.0, [1.0, 2.0, 4.0, 7.0], 7.0), request("y", 1, 0.0, [6.5], 6.5)]
+    assert inter_token_latencies(requests) == [1.0, 2.0, 3.0]
+    assert inter_token_latencies(requests, 2.0, 4.0) == [2.0]
+    assert inter_token_latencies(requests, 1.5, 4.5) == [1.0, 2.0, 3.0]
+    assert inter_token_latencies(requests, 7.0, 9.0) == []
+
+
+def stayed(name: str, prompt: int, *stays: tuple[float, float], finish: float) -> RequestTrace:
+    made = request(name, prompt, 0.0, [], finish)
+    made.stays = [Stay(name, 0, [Segment(State.DECODE, board, leave)]) for board, leave in stays]
+    return made
+
+
+def test_reservations_last_while_a_request_is_in_a_slot() -> None:
+    run = trace(
+        [
+            stayed("x", 10, (0.0, 4.0), finish=4.0),
+            stayed("y", 20, (0.0, 1.0), (2.0, 7.0), finish=5.0),  # preempted for a second, and held at the end
+        ],
+        [
+            step(0.0, 1.0, 1, useful=10),
+            step(1.0, 2.0, 1, useful=11),
+            step(2.0, 4.0, 1, useful=32),
+            step(4.0, 5.0, 1, useful=0),
+            step(5.0, 7.0, 1),
+        ],
+    )
+    found = [(seconds, [request.id for request in requests]) for _, seconds, requests in states(run)]
+    assert found == [(1.0, ["x"]), (2.0, ["x"]), (1.0, ["y"]), (2.0, [])]
+    # 100 a request: x for 3 s, y for 1 s; useful 10 for 1 s, 11 for 2 s, 32 for 1 s
+    assert waste_if_reserved(run, lambda request: 100) == pytest.approx(1 - (10 + 22 + 32) / 400)
+    assert waste_if_reserved(run, lambda r: 10 * r.prompt_tokens) == pytest.approx(1 - 64 / 500)
+    assert waste_if_reserved(trace([], []), lambda request: 100) == 0.0

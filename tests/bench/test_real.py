@@ -1,4 +1,4 @@
-"""The four-requests case on the real model and the C++ runner, through the command."""
+"""The commands on the real model and the C++ runner: the four-requests case, and each measured case, very small."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from chairlift.bench.case import Case
+from chairlift.bench.cases import CASES
 from chairlift.bench.compare import POLICIES
 from chairlift.cli.bench import app
 from chairlift.sim.workloads import FOUR_OUTPUTS
@@ -75,3 +77,29 @@ def test_the_table_is_printed(written: tuple[dict[str, Any], str, str]) -> None:
     _, _, output = written
     assert "36.25" in output
     assert "continuous" in output and "chunked" in output
+
+
+SMALL = {
+    "waste": ["--scale", "0.02"],
+    "thrash": ["--requests", "2", "--scale", "0.1"],
+    "prefix": ["--requests", "3", "--shared", "40", "--own", "8"],
+    "long-prompt": ["--prompt", "64", "--output", "48"],
+    "slo": ["--requests", "2", "--clients", "2", "--slo-itl", "1000"],
+    "fairness": ["--flood", "2", "--singles", "1", "--max-num-seqs", "2"],
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_each_case_runs(kind: type[Case], smollm2_path: Path, tmp_path: Path) -> None:
+    numbers, report = tmp_path / "numbers.json", tmp_path / "report.html"
+    arguments = [kind.name, str(smollm2_path), *SMALL[kind.name], "--json", str(numbers), "--report", str(report)]
+    arguments += ["--kv-cache-memory", "64MiB"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    found = json.loads(numbers.read_text())
+    assert found["case"] == kind.name and found["machine"]["threads"] >= 1
+    for variant in found["variants"]:
+        assert variant["label"] in result.output
+        assert all(request["finish_s"] > request["arrival_s"] for request in variant["requests"])
+    assert "target:" in " ".join(result.output.split())
+    assert report.read_text().startswith("<!doctype html>")

@@ -154,8 +154,8 @@ class Compared(Peak):
     def __init__(self) -> None:
         self.asked = self.more = 0
 
-    def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, promised: bool) -> bool:
-        verdict = super().fits(request, hit, running, kv, promised)
+    def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, **how: Any) -> bool:
+        verdict = super().fits(request, hit, running, kv, **how)
         promised = sum(
             max(0, kv.full_blocks(other) - sum(block != NO_BLOCK for block in other.block_table)) for other in running
         )

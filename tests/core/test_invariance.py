@@ -165,10 +165,7 @@ def draw_job(rng: Random, i: int, base: Sequence[int], max_model_len: int, vocab
     shared = rng.choice((0, length, rng.randint(0, length)))
     prompt = (*base[:shared], *(rng.randrange(vocab_size) for _ in range(length - shared)))
     max_tokens = rng.choice((None, 1, *(rng.randint(1, 12) for _ in range(6))))
-    if rng.random() < 0.1:
-        params = draw_beams(rng, max_tokens)
-    else:
-        params = draw_sampling(rng, max_tokens)
+    params = draw_beams(rng, max_tokens) if rng.random() < 0.1 else draw_sampling(rng, max_tokens)
     stop_ids = frozenset(rng.choice(((), (0,), (0, 2))))
     return Job(
         id=f"r{i}",
@@ -529,12 +526,12 @@ EVENTS = {
     "abort of one sample before the fork": 20,
     "abort of a held row": 20,
     "abort in flight": 100,
-    **{f"ended by {reason}": 50 for reason in FinishReason},
+    **{f"ended by {reason}": 50 for reason in FinishReason if reason is not FinishReason.DEADLINE},  # no time passes
     **{f"{policy} n={n}": 500 for policy in ("static", "continuous", "chunked") for n in (1, 3)},
     **{f"chunk budget {budget}": 100 for budget in (3, 4, 5, 8, 16, 64)},
     **{f"{policy} optimistic preemptions": 500 for policy in ("continuous", "chunked")},
     **{
-        f"{name}{event}": 100
+        f"{name}{event}": 50
         for name in ("static", "continuous optimistic", "continuous reserve", "chunked optimistic", "chunked reserve")
         for event in (", cache on", ", cache off", " hits", " copies", " forks")
     },

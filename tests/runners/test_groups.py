@@ -60,4 +60,4 @@ def test_blocks_are_enough_for_any_way_to_compute(window: int, chunk: int, block
             most = max(most, last // block_size - first // block_size + 1)
         whole = -(-length // block_size)
         bound = groups.blocks(length, block_size, chunk) - whole
-        assert most <= bound <= min(whole, most + 2)
+        assert most <= bound <= min(whole, most + 3)  # with a step in flight it holds a block more

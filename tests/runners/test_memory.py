@@ -68,13 +68,13 @@ def test_windows_leave_room_for_longer_contexts() -> None:
     groups = KVGroups(windows=(0, 64, 64, 64), layers=((0,), (1,), (2,), (3,)))
     config = EngineConfig(kv_cache_memory="100MiB", max_num_batched_tokens=32)
     windowed = divide(config, groups=groups)
-    # 64 positions begin and end anywhere in 5 blocks, and the chunk takes 2.
-    assert windowed.max_model_len == (100 - 3 * 7) * 16
+    # 64 positions begin and end anywhere in 5 blocks, the chunk takes 2, and a step in flight keeps one more.
+    assert windowed.max_model_len == (100 - 3 * 8) * 16
     every = KVGroups(windows=(0,) * 4, layers=groups.layers)
     assert divide(config, groups=every).max_model_len == 100 // 4 * 16
-    with pytest.raises(ConfigError, match=r"needs 101\.0 MiB .*--max-model-len 1264 or less.*--kv-cache-memory 101MiB"):
-        divide(replace(config, max_model_len=1265), groups=groups)
-    assert divide(EngineConfig(max_num_seqs=2, max_model_len=1265), groups=groups).num_blocks == 2 * (80 + 3 * (5 + 32))
+    with pytest.raises(ConfigError, match=r"needs 101\.0 MiB .*--max-model-len 1216 or less.*--kv-cache-memory 101MiB"):
+        divide(replace(config, max_model_len=1217), groups=groups)
+    assert divide(EngineConfig(max_num_seqs=2, max_model_len=1265), groups=groups).num_blocks == 2 * (80 + 3 * (6 + 32))
 
 
 def swapped(gib: float, **given: Any) -> memory.MemoryPlan:

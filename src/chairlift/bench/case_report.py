@@ -58,7 +58,7 @@ def _timelines(measured: Measured) -> Iterable[str]:
     traces = {variant.label: measured.typical(variant.label) for variant in measured.variants}
     span = max(trace.steps[-1].end for trace in traces.values())
     for label, trace in traces.items():
-        yield f'<section class="run"><h3>{escape(label)}</h3>{draw(trace, span)}</section>'
+        yield f'<section class="run"><h3 class="as-is">{escape(label)}</h3>{draw(trace, span)}</section>'
     yield '<p class="note">All drawings have the same time scale. Point at a bar for its numbers.</p>'
 
 
@@ -76,9 +76,14 @@ def _facts(measured: Measured, setting: Setting, capacity: Capacity) -> dict[str
 
 
 def _settings(variant: Variant, capacity: Capacity) -> str:
-    """What of the configuration is not the default."""
-    default = asdict(EngineConfig())
+    """What of the configuration is not the default, as the command line has it."""
+    default = asdict(EngineConfig(model=variant.config.model))
     chosen = {name: value for name, value in asdict(variant.config).items() if value != default[name]}
-    given = [f"--{name.replace('_', '-')} {value}" for name, value in chosen.items() if name != "model"]
-    blocks = variant.num_blocks or capacity.num_blocks
-    return f"{' '.join(given)}; {blocks} KV blocks of {capacity.block_size} tokens"
+    flags = " ".join(_flag(name.replace("_", "-"), value) for name, value in chosen.items())
+    return f"{flags}; {variant.num_blocks or capacity.num_blocks} KV blocks of {capacity.block_size} tokens"
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"

@@ -35,7 +35,8 @@ def check_reps(reps: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """
+    """Where loads are run.
+
     Fields:
         capacity: what the executor reserved. A run may use less of it.
         sleep: passes time while no request is there: time.sleep, or a virtual clock's advance.

@@ -110,6 +110,10 @@ class BeamSearch:
         return float(logprob / length**self._penalty)
 
 
+MOST_CANDIDATES = 1024
+"""Best tokens that a runner lists at most."""
+
+
 def num_candidates(width: int, num_stop_ids: int) -> int:
     """How many tokens each beam must offer, so that ``width`` of them go on however many of them would end it."""
-    return width + num_stop_ids
+    return min(width + num_stop_ids, MOST_CANDIDATES)

@@ -83,7 +83,7 @@ class Boarding:
                 r for r in others if self._may_leave(r) and (r.reservation is None or r is request)
             )
             if victim is None or (victim is request and any(self._comes_before(request, r) for r in others)):
-                return False  # for those who come after it to make way, at the beginning of the next step
+                return False  # those who come after it make way at the beginning of the next step
             self.preempt(victim, "blocks")
             if victim is request:
                 return False
@@ -109,19 +109,20 @@ class Boarding:
         often = request.num_preemptions >= self._settings.max_preemptions and request.reservation is not None
         return often or request.finish_reason is not None or request.params.use_beam_search
 
-    def preempt(self, request: Request, why: str, swaps: bool = True) -> None:
-        """Back to the queue. Its KV is swapped out, or dropped and computed again later."""
+    def preempt(self, request: Request, why: str, lost: bool = False) -> None:
+        """Back to the queue. Its KV is swapped out, or dropped and computed again later. ``lost``: there is no KV any
+        more, so this is no preemption that counts, only the way back."""
         tokens, blocks = request.num_computed, len(request.block_table)
-        swapped = swaps and self._swaps(request) and self._kv.swap_out(request)
+        swapped = not lost and self._swaps(request) and self._kv.swap_out(request)
         if not swapped:
             self._kv.release(request)
             self.totals.recomputed_tokens += tokens
         self.totals.swaps += swapped
-        self.totals.preemptions += 1
+        self.totals.preemptions += not lost
         self.leave(request)
         request.num_planned, request.num_pending = 0, 0
         request.status = Status.PREEMPTED
-        request.num_preemptions += 1
+        request.num_preemptions += not lost
         what = "swapped out" if swapped else "preempted"
         self._tell(request, what, f"for want of {why}: {blocks} blocks, {tokens} tokens")
         self.waiting.push(request)
@@ -139,66 +140,83 @@ class Boarding:
     # -- boarding
 
     def next(self, now: float) -> Request | None:
-        """Who boards next: somebody for whom others made way, or else the first in the queue."""
+        """Who boards next: somebody for whom others have just made way, or else the first in the queue."""
         if self._favoured in self.waiting:
             return self._favoured
-        self._favoured = None
-        return self.waiting.first(self._kv, now) if self.waiting else None
+        if not self.waiting:
+            return None
+        if self.slots_used >= self._settings.max_num_seqs:  # nobody can: no need to choose well
+            return self.waiting.peek()
+        return self.waiting.first(self._kv, now)
 
     def make_way(self, now: float) -> Request | None:
-        """Preempts those whom the next to board outranks, as far as it lacks what they hold.
+        """Preempts those who come after others that lack what they hold: first for the running, whose next tokens
+        would find no memory since decodes are planned before prompts and in the order of boarding; then for the next
+        to board, if it outranks them. Nobody makes way in vain.
 
         To be called before anybody is planned, since whoever is in a step stays. With a step in flight it returns who
         is to be left out of this one, so that it can leave before the next.
         """
+        self._favoured = None
         if not (self._shares or self._policy.order.preempts):
             return None
-        self._make_way_aboard()
-        if not self.waiting:
-            return None
+        for request in list(self.running.values()):
+            if request.status is Status.RUNNING and self._needs(request) > self._kv.num_available:
+                leaving = self._push_out(request, self._comes_before, self._lacks_memory)
+                if leaving is not None:
+                    return leaving
         head = self.next(now)
-        assert head is not None
-        while self.lacks_room(head):
-            lower = [r for r in reversed(self.running.values()) if self._outranks(head, r) and not self._protected(r)]
-            if not self._would_suffice(head, lower):
-                return None
+        if head is None:
+            return None
+        before = self.totals.preemptions
+        leaving = self._push_out(head, self._outranks, lambda request, without: bool(self._lack(request, without)))
+        if self.totals.preemptions > before:
+            self._favoured = head
+        return leaving
+
+    def _push_out(
+        self,
+        request: Request,
+        before: Callable[[Request, Request], bool],
+        lacks: Callable[[Request, Sequence[Request]], bool],
+    ) -> Request | None:
+        """Preempts running requests that ``request`` comes before until it lacks nothing; stops at one in flight, and
+        returns it."""
+        lower = [r for r in reversed(self.running.values()) if not self._protected(r) and before(request, r)]
+        if not lower or not lacks(request, ()) or lacks(request, lower):
+            return None
+        while lower and lacks(request, ()):
             victim = self._policy.order.victim(lower)
             if victim is None or not self._may_leave(victim):
                 return victim
-            self.preempt(victim, f"a place for {head.id}")
-            self._favoured = head
+            lower.remove(victim)
+            self.preempt(victim, f"a place for {request.id}")
         return None
 
-    def _make_way_aboard(self) -> None:
-        """The same for those whose prompts are computed in part: decodes are planned before them, and would take the
-        memory that their next pieces need."""
-        for request in [r for r in self.running.values() if r.num_remaining > 1]:
+    def _needs(self, request: Request) -> int:
+        """Blocks that a running request still needs for the tokens it has, and was not promised."""
+        if request.num_remaining > 1:
             needed = self._kv.held(len(request.token_ids), prefilling=True) - self._kv.num_held(request)
-            while needed > self._kv.num_available and request.status is Status.RUNNING:
-                lower = [r for r in reversed(self.running.values()) if self._comes_before(request, r)]
-                victim = self._policy.order.victim(filter(self._may_leave, lower))
-                if victim is None:
-                    break
-                self.preempt(victim, f"the prompt of {request.id}")
+        else:
+            needed = self._kv.num_groups if request.num_planned >= request.writable_end else 0
+        return needed - (request.reservation.left if request.reservation else 0)
 
-    def _would_suffice(self, request: Request, lower: Sequence[Request]) -> bool:
-        """Whether it could board if all of these left: nobody is to make way in vain."""
-        slots = self.slots_used - sum(other.num_samples for other in lower)
+    def _lacks_memory(self, request: Request, without: Sequence[Request]) -> bool:
+        return self._needs(request) > self._kv.num_available + self._kv.freed_by(without)
+
+    def _lack(self, request: Request, without: Sequence[Request] = ()) -> str:
+        """For want of what a waiting request could not board if those left who are running; empty if it could."""
+        slots = self.slots_used - sum(other.num_samples for other in without)
         if slots + request.num_samples > self._settings.max_num_seqs:
-            return False
+            return "slots"
         gate, hit = self._gate(request), self._kv.lookup(request)
-        n, total = len(request.token_ids) - hit.num_tokens, gate.total(request, self._kv)
-        headroom = gate.headroom(self._kv) if len(lower) < len(self.running) else 0
-        return self._kv.missing(hit, n, total, headroom) <= self._kv.freed_by(lower)
-
-    def lacks_room(self, request: Request) -> bool:
-        """Whether there are no slots or no memory for a waiting request."""
-        if self.slots_used + request.num_samples > self._settings.max_num_seqs:
-            return True
-        gate, hit = self._gate(request), self._kv.lookup(request)
-        n, total = len(request.token_ids) - hit.num_tokens, gate.total(request, self._kv)
-        fits = self._policy.gate.fits(request, hit, list(self.running.values()), self._kv, gate.promises)
-        return not fits or self._kv.missing(hit, n, total, gate.headroom(self._kv) if self.running else 0) > 0
+        staying = [other for other in self.running.values() if other not in without]
+        freed = self._kv.freed_by(without)
+        n, headroom = len(request.token_ids) - hit.num_tokens, gate.headroom(self._kv) if staying else 0
+        if self._kv.missing(hit, n, gate.total(request, self._kv), headroom) > freed:
+            return "blocks"
+        fits = self._policy.gate.fits(request, hit, staying, self._kv, promised=gate.promises, freed=freed)
+        return "" if fits else "gate"
 
     def board(self, batch: Batch, request: Request) -> bool:
         """Admits the head of the queue to the step if slots, tokens and memory allow."""
@@ -208,6 +226,8 @@ class Boarding:
         self.bind(request if why else None, why)
         if why in ("slots", "blocks", "gate"):
             self._stuck = request
+        if request is self._favoured:  # it had its chance
+            self._favoured = None
         return not why
 
     def _outranks(self, waiting: Request, running: Request) -> bool:
@@ -229,10 +249,11 @@ class Boarding:
         hit = self._kv.lookup(request)
         total = gate.total(request, self._kv)
         padding = self._padding(request, total)
-        n = self._policy.quota(len(request.token_ids) - hit.num_tokens + padding, batch.left) - padding
+        n = min(self._policy.quota(len(request.token_ids) - hit.num_tokens + padding, batch.left), batch.left) - padding
         if n <= 0:
             return "tokens"
-        if not self._policy.gate.fits(request, hit, list(self.running.values()), self._kv, gate.promises):
+        running = list(self.running.values())
+        if not self._policy.gate.fits(request, hit, running, self._kv, promised=gate.promises):
             return "gate"
         total += self._padding_blocks(request, padding)
         headroom = gate.headroom(self._kv) if self.running else 0

@@ -26,8 +26,8 @@ class Deadlines:
             assert time is not None
             heapq.heappush(self._entries, (time, request.ticket, request))
         if len(self._entries) > 4 * len(live) + _SLACK:
-            tickets = {sample.ticket for samples in live.values() for sample in samples.values()}
-            self._entries = [entry for entry in self._entries if entry[1] in tickets | {request.ticket}]
+            tickets = {sample.ticket for samples in live.values() for sample in samples.values()} | {request.ticket}
+            self._entries = [entry for entry in self._entries if entry[1] in tickets]
             heapq.heapify(self._entries)
 
     def due(self, now: float) -> Iterator[Request]:

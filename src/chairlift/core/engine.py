@@ -90,7 +90,10 @@ class Engine:
         plan = self.scheduler.schedule(started)
         if plan is None:
             if not self._in_flight and self.scheduler.wake_at is None and self.scheduler.has_work:
-                raise RuntimeError("the scheduler has work, nothing is in flight, and it made no plan")
+                raise RuntimeError(
+                    "the scheduler has work, nothing is in flight, and it made no plan "
+                    f"(policy {self.scheduler.policy!r})"
+                )
             return False
         try:
             self._in_flight.append(_Flight(plan, self.executor.submit(plan), started))

@@ -29,9 +29,22 @@ class Gate(Protocol):
         """Blocks to leave available to those already running."""
         ...
 
-    def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, promised: bool) -> bool:
-        """Whether all of them will have the memory they need, beyond what `total` asks for. ``promised``: the request
-        gets all it may ever need at once."""
+    def fits(
+        self,
+        request: Request,
+        hit: Hit,
+        running: Sequence[Request],
+        kv: KVManager,
+        *,
+        promised: bool,
+        freed: int = 0,
+    ) -> bool:
+        """Whether all of them will have the memory they need, beyond what `total` asks for.
+
+        Args:
+            promised: the request gets all it may ever need at once.
+            freed: blocks that others, who are not among the ``running``, give back before.
+        """
         ...
 
 
@@ -54,7 +67,16 @@ class Optimistic:
     def headroom(self, kv: KVManager) -> int:
         return int(self.watermark * kv.pool.num_blocks)
 
-    def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, promised: bool) -> bool:
+    def fits(
+        self,
+        request: Request,
+        hit: Hit,
+        running: Sequence[Request],
+        kv: KVManager,
+        *,
+        promised: bool,
+        freed: int = 0,
+    ) -> bool:
         return True
 
 
@@ -70,8 +92,21 @@ class Reserve:
     def headroom(self, kv: KVManager) -> int:
         return 0
 
-    def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, promised: bool) -> bool:
+    def fits(
+        self,
+        request: Request,
+        hit: Hit,
+        running: Sequence[Request],
+        kv: KVManager,
+        *,
+        promised: bool,
+        freed: int = 0,
+    ) -> bool:
         return True
+
+
+MOST_SPANS = 16
+"""Into how many the time to come is divided, so that a look ahead costs no more than so many sums."""
 
 
 class Peak:
@@ -94,14 +129,23 @@ class Peak:
     def headroom(self, kv: KVManager) -> int:
         return 0
 
-    def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, promised: bool) -> bool:
+    def fits(
+        self,
+        request: Request,
+        hit: Hit,
+        running: Sequence[Request],
+        kv: KVManager,
+        *,
+        promised: bool,
+        freed: int = 0,
+    ) -> bool:
         if not running:
             return True  # alone it fits, or it would have been refused
         shared = {block for block in hit.table if block != NO_BLOCK}
         revived = sum(kv.pool.refs(block) == 0 for block in shared)
         # What was promised to somebody is not available, and so needs no looking ahead.
         futures = [_Future.of(other, kv, shared) for other in running if not other.reservation]
-        room = kv.num_available - revived
+        room = kv.num_available + freed - revived
         if promised:
             room -= max(0, kv.full_blocks(request) - kv.lasting(hit.table, 0))
         else:
@@ -109,8 +153,11 @@ class Peak:
             futures.append(_Future(kv, request, taken=taken, private=0, prefilling=True))
         if sum(future.growth(future.steps) for future in futures) <= room:
             return True
-        moments = {future.steps + 1 for future in futures}
-        return all(sum(future.blocks(t) for future in futures) <= room for t in moments)
+        # The moments before ends, in a few spans: all that ends in a span is counted as if it lasted through it.
+        ends = sorted(future.steps + 1 for future in futures)
+        size = max(1, -(-len(ends) // MOST_SPANS))
+        spans = [ends[i : i + size] for i in range(0, len(ends), size)]
+        return all(sum(future.blocks(span[0], span[-1]) for future in futures) <= room for span in spans)
 
 
 class _Future:
@@ -145,10 +192,11 @@ class _Future:
             held = max(held, shared + self._samples * (self._kv.held(length) - shared) + self._kv.num_groups)
         return max(0, held - self._taken)
 
-    def blocks(self, t: int) -> int:
-        if t > self.steps + 1 and not self._prefilling:  # one step more, since the next may be planned already
+    def blocks(self, first: int, last: int) -> int:
+        """Most that it holds more than today in the steps ``first .. last``."""
+        if first > self.steps + 1 and not self._prefilling:  # one step more, since the next may be planned already
             return -self._private
-        return self.growth(t)
+        return self.growth(last)
 
 
 def make_gate(name: str | None) -> Gate:

@@ -53,6 +53,19 @@ class Hit:
 NO_HIT = Hit()
 
 
+def most_held(windows: Sequence[int], length: int, block_size: int, chunk: int) -> int:
+    """Most blocks that a sequence of ``length`` positions holds at a time, over all groups, when a step computes at
+    most ``chunk`` of them (0: it decodes)."""
+    whole = -(-length // block_size)
+    return sum(min(whole, _window_blocks(window, block_size, chunk)) if window else whole for window in windows)
+
+
+def _window_blocks(window: int, block_size: int, chunk: int) -> int:
+    """Of one windowed group. A window may begin within a block, and the end of a step in flight shows what it has
+    passed; a chunk adds its own blocks."""
+    return -(-(window - 1) // block_size) + 2 - (-chunk // block_size)
+
+
 class KVManager:
     """Gives requests their blocks. Every method either does all it says or changes nothing.
 
@@ -107,14 +120,11 @@ class KVManager:
 
     def held(self, length: int, prefilling: bool = False) -> int:
         """Most blocks that a sequence of so many positions holds at a time, over all groups."""
-        whole = self.blocks_for(length)
-        caps = (min(whole, self._window_blocks(window, prefilling)) for _, window in self._windowed)
-        return whole * len(self._full) + sum(caps)
+        return most_held(self.windows, length, self.block_size, self._max_chunk if prefilling else 0)
 
     def _window_blocks(self, window: int, prefilling: bool) -> int:
         """Most blocks of a windowed group that a sequence holds at a time."""
-        # A window that begins within a block, and a step in flight whose end will show what it has passed.
-        return self.blocks_for(window - 1) + 2 + (self.blocks_for(self._max_chunk) if prefilling else 0)
+        return _window_blocks(window, self.block_size, self._max_chunk if prefilling else 0)
 
     def full_blocks(self, request: Request) -> int:
         """Blocks that all samples of a request need together when each reaches its greatest length."""

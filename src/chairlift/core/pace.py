@@ -1,18 +1,20 @@
 """How long a step takes: a model learnt from the engine's own steps, and the token budget that keeps a target by it.
 
 A step costs something in itself, something for each row, and something for each position that a row attends to. The
-three rates are estimated by recursive least squares that slowly forgets, so they follow the machine. How far the steps
-stray above the model is tracked too, as the ratio that 99 of 100 stay below.
+three rates are estimated by recursive least squares that slowly forgets, so they follow the machine. How far the last
+steps strayed above the model is kept too, for the ratio that 99 of 100 stay below.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 FORGETTING = 0.995  # weight of what is one step older
 MIN_STEPS = 8  # before the model is believed
 FIRST_CHUNK = 16  # prompt tokens in a step beside decodes until then
-QUANTILE = 0.99
+LAST_STEPS = 128
+MOST_RATIO = 2.5  # a machine that strays farther is not kept in check by computing ever less
 _TOKENS, _POSITIONS = 1e-2, 1e-5  # bring the features to the size of 1
 
 Vector = list[float]
@@ -39,7 +41,7 @@ class Pace:
     def __init__(self) -> None:
         self._weights: Vector = [0.0, 0.0, 0.0]
         self._spread = [[1e4 if i == j else 0.0 for j in range(3)] for i in range(3)]
-        self._ratio = 1.1
+        self._ratios: deque[float] = deque(maxlen=LAST_STEPS)  # of a step's time to what was foreseen
         self._steps = 0
         self._swap_seconds = 0.0
         self._swap_blocks = 0.0
@@ -57,31 +59,28 @@ class Pace:
         """A time that 99 of 100 such steps stay below."""
         return self.seconds(work) * self._ratio
 
+    @property
+    def _ratio(self) -> float:
+        """The greatest of the last steps' ratios: one of 129 is greater than the 128 before it."""
+        return min(max(1.0, *self._ratios), MOST_RATIO) if self._ratios else 1.1
+
     def learn(self, work: Work, seconds: float) -> None:
         """A step took so long."""
         if seconds <= 0.0:
             return
         if self.known:
-            self._learn_ratio(seconds / max(self.seconds(work), 1e-9))
+            self._ratios.append(seconds / max(self.seconds(work), 1e-9))
         x = _features(work)
         px = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
         gain = [value / (FORGETTING + sum(x[j] * px[j] for j in range(3))) for value in px]
         error = seconds - sum(a * b for a, b in zip(self._weights, x, strict=True))
         self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
         trace = sum(self._spread[i][i] for i in range(3))
-        forget = (
-            FORGETTING if trace < 1e6 else 1.0
-        )  # while all steps are alike nothing is learnt, and nothing forgotten
+        forget = FORGETTING if trace < 1e6 else 1.0  # while all steps are alike nothing is learnt, nor forgotten
         for i in range(3):
             for j in range(i + 1):  # kept symmetric: a difference would grow without bounds
                 self._spread[i][j] = self._spread[j][i] = (self._spread[i][j] - gain[i] * px[j]) / forget
         self._steps += 1
-
-    def _learn_ratio(self, ratio: float) -> None:
-        """Far up at each step that exceeds it, a little down at each that does not: they balance at the quantile."""
-        step = 0.02 * self._ratio
-        self._ratio += step * (QUANTILE if ratio > self._ratio else QUANTILE - 1.0)
-        self._ratio = min(max(self._ratio, 1.0), 4.0)
 
     def learn_swap(self, blocks: int, seconds: float) -> None:
         """So many blocks were swapped, in or out."""
@@ -92,14 +91,17 @@ class Pace:
         """Predicted time to swap so many blocks; 0 while nothing is known."""
         return blocks * self._swap_seconds / self._swap_blocks if self._swap_blocks else 0.0
 
-    def chunk(self, work: Work, start: int, most: int, target: float) -> int:
-        """Most rows, from position ``start`` on, that a step may have beside ``work`` and safely keep the target."""
+    def chunk(self, work: Work, start: int, most: int, target: float, least: int = 0) -> int:
+        """Most rows, from position ``start`` on, that a step may have beside ``work`` and safely keep the target; but
+        ``least`` in any case."""
         if not self.known:
             return min(most, FIRST_CHUNK)
-        low, high = 0, most
+        if self.safe_seconds(work) <= target:  # else no chunk is small enough: then it is to hold for most steps
+            target /= self._ratio
+        low, high = min(most, least), most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.safe_seconds(work.plus(start, middle)) <= target:
+            if self.seconds(work.plus(start, middle)) <= target:
                 low = middle
             else:
                 high = middle - 1

@@ -56,12 +56,21 @@ class WaitingQueue:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[Request]:
-        """Line by line, the least served tenant's first; each in its order."""
-        lines = sorted(self._lines.items(), key=lambda item: self._counter(item[0]))
-        return (request for _, line in lines for request in line)
+        """About in the order in which they will board: as if each tenant were charged for its prompts one by one."""
+        entries: list[tuple[float, int, Request]] = []
+        for name, line in self._lines.items():
+            served = self._counter(name)
+            for request in line:
+                entries.append((served, len(entries), request))
+                served += request.num_prompt / self._shares.weight(name) if self._shares else 0.0
+        return (request for _, _, request in sorted(entries))
 
     def __contains__(self, request: object) -> bool:
         return isinstance(request, Request) and request.status in (Status.WAITING, Status.PREEMPTED)
+
+    def peek(self) -> Request:
+        """The first by the keys alone. There must be somebody."""
+        return next(iter(self._lines[self._next_line()]))
 
     def first(self, kv: KVManager, now: float) -> Request:
         """Who boards next. There must be somebody."""

@@ -77,7 +77,7 @@ class FlightRecorder:
 
     def report(self, question: int, request_id: str | None, scheduler: Scheduler, now: float) -> Report:
         """The answer to `chairlift.core.ports.Inspect`."""
-        views = tuple(view for view in self._views(scheduler, now) if request_id is None or view.id == request_id)
+        views = tuple(self._views(scheduler, now, request_id))
         return Report(question, views, () if request_id is None else self._life(request_id))
 
     def _life(self, request_id: str) -> tuple[LifeLine, ...]:
@@ -86,12 +86,15 @@ class FlightRecorder:
             life.read(step)
         return life.lines
 
-    def _views(self, scheduler: Scheduler, now: float) -> Iterator[RequestView]:
+    def _views(self, scheduler: Scheduler, now: float, request_id: str | None) -> Iterator[RequestView]:
         for request in scheduler.running.values():
-            yield self._view(request, now)
+            if request_id is None or request.id == request_id:
+                yield self._view(request, now)
         first = None
         for position, request in enumerate(scheduler.waiting, 1):
             first = first or request
+            if request_id is not None and request.id != request_id:
+                continue
             if position == 1:
                 reason = scheduler.boarding.binding
             else:

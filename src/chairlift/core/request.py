@@ -285,6 +285,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_preemptions: int = 0
     num_failures: int = 0  # steps of it that failed, one after the other
+    failed_end: int = 0  # the position that it had not come past when one failed last
     num_prompt_logprobs: int = 0  # of those asked for, how many were already given out
     num_charged: int = 0  # positions that its tenant was charged for
     num_pending: int = 0  # tokens being drawn by a step in flight, 0 or 1

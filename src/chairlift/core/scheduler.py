@@ -38,6 +38,7 @@ from chairlift.errors import ConfigError, RequestRefused
 __all__ = ["Key", "Scheduler", "Settings"]
 
 _BAD_LOGITS = "the model's logits are not finite numbers"
+_LEAST_CHUNK = 4  # prompt tokens in a step, whatever the target for its time
 _MOST_FAILURES_TOGETHER = 2  # steps of a request in a row that fail before it is tried alone
 _MOST_FAILURES_ALONE = 3  # and then before it ends
 
@@ -77,7 +78,8 @@ class Scheduler:
         self._beams: dict[str, BeamSearch] = {}
         self._deadlines = Deadlines()
         self._in_flight: deque[Flight] = deque()
-        self._suspects: dict[Key, Request] = {}  # requests whose steps failed again and again: each is tried alone
+        self._longest = capacity.max_model_len  # prompt and output of a request
+        self._suspects: dict[str, None] = {}  # ids of requests whose steps failed again and again: each is tried alone
         self._finished_ids: list[str] = []
         self._events: list[Event] = []
         self._next_step = 0
@@ -110,7 +112,7 @@ class Scheduler:
     def add(self, request: Request, now: float = 0.0) -> None:
         """Queues a request, or raises `RequestRefused` if it could never run here."""
         self._refuse(request)
-        limit, params = self.capacity.max_model_len, request.params
+        limit, params = self._longest, request.params
         request.max_len = limit if params.max_tokens is None else min(limit, request.num_prompt + params.max_tokens)
         needed = self._needed(request)
         if needed > self.boarding.room:
@@ -140,7 +142,7 @@ class Scheduler:
 
     def _refuse(self, request: Request) -> None:
         """Raises `RequestRefused` for what can be told without looking at memory."""
-        limit, slots = self.capacity.max_model_len, self.settings.max_num_seqs
+        limit, slots = self._longest, self.settings.max_num_seqs
         if request.id in self._live:
             raise RequestRefused(f"a request with the id {request.id!r} is already here")
         if request.num_prompt < 1:
@@ -226,19 +228,27 @@ class Scheduler:
         """A step of one suspect alone, so that a request that makes its steps fail takes no other with it."""
         if self._in_flight:
             return None
-        request = next(iter(self._suspects.values()))
+        samples = list(self._live[next(iter(self._suspects))].values())
         batch = Batch(self.settings.max_num_batched_tokens)
-        batch.left = batch.budget
-        if request.status is not Status.RUNNING:
-            self.boarding.retry()
-            while not self.boarding.board(batch, request) and self.running:  # those aboard have just begun
-                other = next(reversed(self.running.values()))
-                self.boarding.preempt(other, "a step of its own for a request whose steps failed")
-        elif request.num_remaining == 1:
-            self._add_decodes(batch, [request])
-        else:
-            self._continue(batch, request)
+        self._add_decodes(batch, [r for r in samples if r.status is Status.RUNNING and r.num_remaining == 1])
+        for request in samples:
+            if request.status is not Status.RUNNING:
+                self._board_alone(batch, request)
+            elif request.num_remaining > 1:
+                self._continue(batch, request)
         return self._depart(batch) if batch.items else None
+
+    def _board_alone(self, batch: Batch, request: Request) -> None:
+        """Boards a suspect at the cost of those aboard, who have just begun again."""
+        self.boarding.retry()
+        while batch.left > 0 and not self.boarding.board(batch, request):
+            other = next((r for r in reversed(self.running.values()) if r.id != request.id), None)
+            if other is None:
+                return
+            if other.id in self._beams:
+                self._restart_search(other.id)
+            else:
+                self.boarding.preempt(other, "a step of its own for a request whose steps failed")
 
     def _depart(self, batch: Batch) -> StepPlan:
         plan = StepPlan(self._next_step, tuple(batch.items), self.kv.take_ops(), tuple(self._finished_ids))
@@ -301,10 +311,12 @@ class Scheduler:
         batch.work = Work(count, positions + count)
 
     def _keep_pace(self, batch: Batch) -> None:
-        """Cuts the budget to what keeps the time between the tokens of the decodes in this step."""
+        """Cuts the budget to what keeps the time between the tokens of the decodes in this step. A prompt that is
+        aboard goes on in any case: it holds memory that others wait for."""
         assert self.settings.slo_itl is not None
-        start = max((r.num_planned for r in self.running.values() if r.num_remaining > 1), default=0)
-        left = self.pace.chunk(batch.work, start, batch.left, self.settings.slo_itl)
+        aboard = [r.num_planned for r in self.running.values() if r.num_remaining > 1]
+        start, least = max(aboard, default=0), _LEAST_CHUNK if aboard else 0
+        left = self.pace.chunk(batch.work, start, batch.left, self.settings.slo_itl, least)
         batch.left, batch.paced = left, left < batch.left
 
     def _add_prefills(self, batch: Batch, group: Group) -> None:
@@ -322,7 +334,7 @@ class Scheduler:
 
     def _continue(self, batch: Batch, request: Request) -> None:
         """The next piece of a prompt that is computed in part."""
-        n = self.policy.quota(request.num_remaining, batch.left)
+        n = min(self.policy.quota(request.num_remaining, batch.left), batch.left)
         if n and self.boarding.make_room(request, n):
             self.boarding.take(batch, request, n)
 
@@ -341,9 +353,6 @@ class Scheduler:
             request = requests[i]
             if request is None or request.finish_reason is not None:  # padding, a held row, or ended meanwhile
                 continue
-            if request.num_failures or self._suspects:
-                request.num_failures = 0
-                self._suspects.pop(request.key, None)
             prompt_logprobs: tuple[TokenLogprob, ...] = ()
             if item.prompt_targets:
                 prompt_logprobs = self._new_prompt_logprobs(request, item, result, i)
@@ -351,6 +360,8 @@ class Scheduler:
                     outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
                     continue
             self.kv.commit(request, len(item.token_ids))
+            if (request.num_failures or self._suspects) and request.num_computed >= request.failed_end:
+                self._acquit(request)
             if not item.num_samples:
                 if prompt_logprobs:
                     outputs.append(Output(request.id, request.index, prompt_logprobs=prompt_logprobs))
@@ -536,7 +547,7 @@ class Scheduler:
         beams = list(self._live[request_id].values())
         again = beams[0].copy(0, beams[0].num_prompt)
         again.num_samples, again.status = search.width, Status.PREEMPTED
-        again.num_preemptions += 1
+        again.failed_end = max(beam.failed_end for beam in beams)
         again.num_failures = max(beam.num_failures for beam in beams)
         self._prepare(again)
         for beam in beams:
@@ -545,7 +556,6 @@ class Scheduler:
         self._live[request_id][again.index] = again
         if self._shares:
             self._shares.join(again.tenant)
-        self.boarding.totals.preemptions += 1
         self._tell(again, "preempted", "the search begins again")
         self.waiting.push(again)
 
@@ -585,13 +595,13 @@ class Scheduler:
         else:
             self.boarding.leave_queue(request)
         request.status = Status.FINISHED
-        self._suspects.pop(request.key, None)
         if self._shares:
             self._shares.leave(request.tenant)
         samples = self._live[request.id]
         del samples[request.index]
         if not samples:
             del self._live[request.id]
+            self._suspects.pop(request.id, None)
             self._finished_ids.append(request.id)
 
     # -- what goes wrong
@@ -600,19 +610,21 @@ class Scheduler:
         """What was to be swapped in is not there: the requests that got it are computed again."""
         bad = {op.dst for op in flight.plan.block_ops if op.kind is BlockOpKind.SWAP_IN and op.src in damaged}
         self.kv.tiers.forget(damaged)
-        for request in [r for r in self.running.values() if not bad.isdisjoint(r.block_table)]:
+        aboard = [r for r in flight.requests if r is not None and r.status is Status.RUNNING]
+        for request in [r for r in aboard if not bad.isdisjoint(r.block_table)]:
             for other in (flight, *self._in_flight):
                 other.ignore(request)
-            self.boarding.preempt(request, "its blocks, which were damaged", swaps=False)
+            self.boarding.preempt(request, "its blocks, which were damaged", lost=True)
 
     def fail(self, plan: StepPlan, error: str) -> list[Output]:
         """A step in flight failed, and all in flight are void. Nothing is known of any memory now: all that ran is
         computed again. Requests whose steps go on failing are tried one by one, and who fails alone, too, ends."""
         outputs: list[Output] = []
         failed = next(flight for flight in self._in_flight if flight.plan is plan)
-        for request in failed.requests:
+        for item, request in zip(failed.plan.items, failed.requests, strict=True):
             if request is not None:
                 request.num_failures += 1
+                request.failed_end = item.start + len(item.token_ids)
         self._in_flight.clear()
         for request_id in list(self._beams):
             self._restart_search(request_id)
@@ -620,27 +632,33 @@ class Scheduler:
             if request.finish_reason is not None:
                 outputs += self._retire(request)
             else:
-                self.boarding.preempt(request, "a step that failed", swaps=False)
+                self.boarding.preempt(request, "a step that failed", lost=True)
         for request in self.live:
             self.kv.release(request)  # what was swapped out, too
         self.kv.forget_all()
         return outputs + self._judge(error)
 
+    def _acquit(self, request: Request) -> None:
+        """A sequence has come past where it failed. When all of a request have, it is no suspect any more."""
+        request.num_failures = request.failed_end = 0
+        if not any(sample.failed_end for sample in self._live[request.id].values()):
+            self._suspects.pop(request.id, None)
+
     def _judge(self, error: str) -> list[Output]:
         """Who is a suspect after a failure, and who has been proved guilty."""
         outputs: list[Output] = []
-        suspects = {request_id for request_id, _ in self._suspects}
-        for request in list(self.live):
-            if suspects:
-                if request.num_failures >= _MOST_FAILURES_ALONE:
-                    message = f"its step failed {_MOST_FAILURES_ALONE} times: {error}"
-                    outputs += self._end(request, FinishReason.ERROR, message)
-                elif request.id in suspects and (request.num_failures or request.key in self._suspects):
-                    self._suspects[request.key] = request
-            elif request.num_failures >= _MOST_FAILURES_TOGETHER:
-                request.num_failures = 0
-                self._suspects[request.key] = request
-        self._suspects = {key: r for key, r in self._suspects.items() if r.status is not Status.FINISHED}
+        failures = {id: max(sample.num_failures for sample in samples.values()) for id, samples in self._live.items()}
+        if self._suspects:
+            for request_id in [id for id, times in failures.items() if times >= _MOST_FAILURES_ALONE]:
+                for sample in list(self._live[request_id].values()):
+                    if sample.status is not Status.FINISHED:
+                        message = f"its step failed {_MOST_FAILURES_ALONE} times: {error}"
+                        outputs += self._end(sample, FinishReason.ERROR, message)
+            return outputs
+        for request_id in [id for id, times in failures.items() if times >= _MOST_FAILURES_TOGETHER]:
+            self._suspects[request_id] = None
+            for sample in self._live[request_id].values():
+                sample.num_failures = 0
         return outputs
 
     # -- pinned prefixes, and the end
@@ -658,6 +676,8 @@ class Scheduler:
         if self.boarding.room - blocks < needs:
             raise RequestRefused("a prefix cannot be pinned while requests live that need the memory; pin it first")
         self.kv.pin(token_ids)
+        while self.kv.held(self._longest, prefilling=True) > self.boarding.room:  # what is pinned is not for others
+            self._longest -= 1
         tokens = [*token_ids, token_ids[-1]]  # one more, since a prefix never covers the last token
         params = SamplingParams(max_tokens=1, temperature=0.0)
         self.add(

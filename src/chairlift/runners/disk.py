@@ -111,7 +111,8 @@ class DiskFile:
             block_bytes: bytes of a block.
             fingerprint: stands for all on which the bytes of a block depend (model, KV format, block size, ...).
 
-        Raises ConfigError when there can be no such file: no room, no permission, a file that is not ours, ...
+        Raises ConfigError when there can be no such file: no room, no permission, a file that is not ours, ... One that
+        was made here is then removed.
         """
         layout = _Layout.within(size, block_bytes)
         name = printable(str(path))
@@ -121,10 +122,13 @@ class DiskFile:
                 f"--disk-swap {name} of {exact_bytes(size)} holds not one KV block, which takes "
                 f"{short_bytes(block_bytes)}; give {least:.4f} GiB or more"
             )
+        existed = os.path.exists(path)
         fd = _open_locked(path, name)
         try:
             return cls._load(fd, name, layout, _fingerprint(fingerprint))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConfigError) and not existed:
+                _remove(path, fd)
             os.close(fd)
             raise
 
@@ -279,6 +283,8 @@ def _open_locked(path: Path, name: str) -> int:
         raise _failed(name, "cannot be opened", error) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(path, fd):  # whoever made it, at the same time, has removed it again
+            raise BlockingIOError
         return fd
     except BlockingIOError:
         os.close(fd)
@@ -286,6 +292,20 @@ def _open_locked(path: Path, name: str) -> int:
     except OSError as error:
         os.close(fd)
         raise _failed(name, "cannot be locked", error) from None
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path, fd: int) -> None:
+    """Removes the open file, wherever ``path`` leads to it by links."""
+    with contextlib.suppress(OSError):
+        if _is_at(path, fd):
+            os.unlink(os.path.realpath(path))
 
 
 def _mode(path: Path) -> int:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+from chairlift.core.kv import most_held
 from chairlift.models.spec import DecoderSpec
 
 MAX_PADDING = 0.1  # of a cache, what may be left empty for the sake of fewer groups
@@ -52,12 +53,5 @@ class KVGroups:
         return cls(tuple(window for window, _ in parts), tuple(layers for _, layers in parts))
 
     def blocks(self, length: int, block_size: int, chunk: int) -> int:
-        """Most blocks that a sequence of ``length`` tokens holds at once, if a step computes at most ``chunk`` of them.
-
-        A window needs those of the positions in view, which may begin and end within a block, and of the chunk.
-        """
-        whole = -(-length // block_size)
-        return sum(
-            min(whole, -(-(window - 1) // block_size) + 1 - (-chunk // block_size)) if window else whole
-            for window in self.windows
-        )
+        """Most blocks that a sequence of ``length`` tokens holds at once; a step computes at most ``chunk`` of it."""
+        return most_held(self.windows, length, block_size, chunk)

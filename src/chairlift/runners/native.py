@@ -219,7 +219,7 @@ def _fingerprint(checkpoint: Checkpoint, config: EngineConfig, kv_dtype: str, is
         version = importlib.metadata.version("chairlift")
     except importlib.metadata.PackageNotFoundError:  # run from its sources
         version = ""
-    digest = blake2b(Path(_native.__file__).read_bytes(), digest_size=32)
+    digest = blake2b(Path(str(_native.__file__)).read_bytes(), digest_size=32)
     groups = KVGroups.of(checkpoint.spec)
     settings = (version, checkpoint.spec, config.weights, kv_dtype, config.block_size, groups, isa)
     digest.update(repr(settings).encode())

@@ -1,8 +1,8 @@
 """An executor without a model that finds every fault of bookkeeping.
 
-Where a runner keeps the keys and values of a token, it keeps a cell: the position, the token, a hash of all tokens up to
-there, since real keys and values depend on the whole context too, and the group of layers. Each plan is executed as a
-runner would, block ops first, then all writes, then all reads; each read must find the cells of the sequence's true
+Where a runner keeps the keys and values of a token, it keeps a cell: the position, the token, a hash of all tokens up
+to there, since real keys and values depend on the whole context too, and the group of layers. Each plan is executed as
+a runner would, block ops first, then all writes, then all reads; each read must find the cells of the sequence's true
 tokens. The truth is the executor's own: the prompts as the client gave them to `expect`, and the tokens it has drawn
 itself.
 
@@ -10,8 +10,8 @@ itself.
 seed, as promised of a real runner; whatever else changes them is a fault of the scheduler.
 
 Two things that go wrong with real runners can be made to happen, by a subclass: a step that fails (`fails`), and with
-it what it wrote to disk, and a swapped block that is not what it should be (`damages`). What is computed from such a block is nonsense, and tainted
-cells show how far it spreads.
+it what it wrote to disk, and a swapped block that is not what it should be (`damages`). What is computed from such a
+block is nonsense, and tainted cells show how far it spreads.
 """
 
 from __future__ import annotations
@@ -319,9 +319,8 @@ class ShadowExecutor:
 
     def _cells(self, item: StepItem) -> list[tuple[int, int]]:
         truth = self._truths.get(item.request_id)
-        if truth is None or item.index not in truth.samples:
-            if truth is None or not item.params.use_beam_search:
-                _fail(item, "is unknown")
+        if truth is None or (item.index not in truth.samples and not item.params.use_beam_search):
+            _fail(item, "is unknown")
         if not truth.params.use_beam_search:
             return truth.samples[item.index]
         if item.start >= truth.num_prompt and not self._is_tainted(item):

@@ -118,13 +118,18 @@ PEAK_SLOTS = 32
 PEAK_REQUESTS = {50: 3 * PEAK_SLOTS, 80: 5 * PEAK_SLOTS}
 
 
+def check_scale(scale: float) -> None:
+    """Raises ParameterError for a scale that is not above 0 and at most 64."""
+    if not 0 < scale <= MAX_SCALE:
+        raise ParameterError("scale", f"scale must be a number above 0 and at most {MAX_SCALE:g}, got {scale:g}")
+
+
 def peak(seed: int = 0, scale: float = 1.0) -> Workload:
     """The migration table: 50, then 80 clients in a closed loop on 32 slots. The same seed gives the same lengths.
 
     Raises ParameterError for a scale that is not above 0 and at most 64.
     """
-    if not 0 < scale <= MAX_SCALE:
-        raise ParameterError("scale", f"scale must be a number above 0 and at most {MAX_SCALE:g}, got {scale:g}")
+    check_scale(scale)
     rng = random.Random(seed)
     prompt, output = PEAK_PROMPT.scaled(scale), PEAK_OUTPUT.scaled(scale)
     phases = []

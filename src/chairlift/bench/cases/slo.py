@@ -35,12 +35,12 @@ class Slo:
     name: ClassVar[str] = "slo"
     columns: ClassVar[tuple[Column, ...]] = (
         Column("target_s", "target,\nms", "ms"),
-        Column("p50_itl_s", "ITL P50,\nms", "ms"),
-        Column("p99_itl_s", "ITL P99,\nms", "ms"),
+        Column("p50_itl_s", "P50 ITL,\nms", "ms"),
+        Column("p99_itl_s", "P99 ITL,\nms", "ms"),
         Column("kept", "kept", "%"),
         Column("output_tokens_per_s", "output,\ntoken/s", "/s"),
-        Column("mean_ttft_s", "TTFT\nmean, s", "s"),
-        Column("p99_ttft_s", "TTFT\nP99, s", "s"),
+        Column("mean_ttft_s", "mean\nTTFT, s", "s"),
+        Column("p99_ttft_s", "P99\nTTFT, s", "s"),
     )
     notes: ClassVar[str] = (
         f"Prompts of {PROMPT[0]} to {PROMPT[1]} tokens, outputs of {OUTPUT[0]} to {OUTPUT[1]}. Kept: the share of the "
@@ -64,7 +64,7 @@ class Slo:
     def variants(self, lab: Lab, config: EngineConfig, seed: int) -> Sequence[Variant]:
         load = self._load(seed)
         targets = parse_targets(self.slo_itl) if self.slo_itl else self._default_targets(lab, config)
-        limited = [Variant(f"--slo-itl {target:.3g}", load, replace(config, slo_itl=target)) for target in targets]
+        limited = [Variant(f"--slo-itl {target:g}", load, replace(config, slo_itl=target)) for target in targets]
         return [Variant("no target", load, config), *limited]
 
     def _load(self, seed: int) -> Workload:
@@ -79,7 +79,7 @@ class Slo:
         length = sum(PROMPT) // 2
         requests = tuple(WorkRequest(f"try-{i}", length, OUTPUT[0]) for i in range(self.clients))
         seconds = median_itl(lab, Workload("try", (Phase("try", requests),), self.clients), config)
-        return [times * 1000 * seconds for times in TIMES]
+        return [round(times * 1000 * seconds, 1) for times in TIMES]
 
     def numbers(self, variant: Variant, trace: Trace) -> Numbers:
         metrics = measure(trace)

@@ -11,7 +11,7 @@ from chairlift.bench.case import Column, Numbers, Target, Variant, rounded_up, w
 from chairlift.bench.metrics import measure
 from chairlift.bench.trace import Trace
 from chairlift.config import EngineConfig, option
-from chairlift.sim.workloads import Phase, Workload, WorkRequest
+from chairlift.sim.workloads import Phase, Workload, WorkRequest, check_scale
 
 if TYPE_CHECKING:
     from chairlift.bench.lab import Lab
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TIMES = 3
 LEAST = 0.8
 PROMPT, OUTPUT = (64, 128), (64, 256)  # tokens, drawn evenly
-SWAP_SPACE = 2.0  # GiB
+SWAP_SPACE = 1.0  # GiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class Thrash:
     """Throughput when all requests together need three times the KV memory there is, for each way to preempt."""
 
     requests: int = option(16, "Requests whose greatest lengths just fill the KV pool; then come three times as many.")
+    scale: float = option(1.0, "Multiplies all lengths. Below 1 for a quick look.")
 
     name: ClassVar[str] = "thrash"
     columns: ClassVar[tuple[Column, ...]] = (
@@ -47,11 +48,12 @@ class Thrash:
 
     def __post_init__(self) -> None:
         whole("requests", self.requests, 2, 1024)
+        check_scale(self.scale)
 
     def config(self, base: EngineConfig) -> EngineConfig:
         return replace(
             base,
-            max_model_len=rounded_up(PROMPT[1] + OUTPUT[1], base.block_size),
+            max_model_len=rounded_up(self._scaled(PROMPT[1]) + self._scaled(OUTPUT[1]), base.block_size),
             max_num_seqs=TIMES * self.requests,
             max_num_batched_tokens=max(512, TIMES * self.requests),
             swap_space=SWAP_SPACE,
@@ -59,7 +61,7 @@ class Thrash:
         )
 
     def variants(self, lab: Lab, config: EngineConfig, seed: int) -> Sequence[Variant]:
-        lengths = _lengths(self.requests, seed)
+        lengths = self._lengths(seed)
         pool = sum(rounded_up(prompt + output, config.block_size) for prompt, output in lengths) // config.block_size
         once, times = (_load(lengths, n, config.max_num_seqs) for n in (1, TIMES))
         recompute = replace(config, swap_space=0.0, preemption_mode=None)
@@ -69,6 +71,17 @@ class Thrash:
             Variant("3 x pool, swap", times, config, pool),
             Variant("3 x pool, reserve", times, replace(recompute, admission="reserve"), pool),
         ]
+
+    def _lengths(self, seed: int) -> list[tuple[int, int]]:
+        rng = random.Random(seed)
+
+        def draw(span: tuple[int, int]) -> int:
+            return self._scaled(rng.randint(*span))
+
+        return [(draw(PROMPT), draw(OUTPUT)) for _ in range(self.requests)]
+
+    def _scaled(self, tokens: int) -> int:
+        return max(1, round(self.scale * tokens))
 
     def numbers(self, variant: Variant, trace: Trace) -> Numbers:
         metrics = measure(trace)
@@ -88,11 +101,6 @@ class Thrash:
             Target(f"throughput at 3 x pool over that at demand = pool, {mode}", value, LEAST, False, "%")
             for mode, value in kept.items()
         ]
-
-
-def _lengths(count: int, seed: int) -> list[tuple[int, int]]:
-    rng = random.Random(seed)
-    return [(rng.randint(*PROMPT), rng.randint(*OUTPUT)) for _ in range(count)]
 
 
 def _load(lengths: Sequence[tuple[int, int]], times: int, slots: int) -> Workload:

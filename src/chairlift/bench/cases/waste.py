@@ -10,7 +10,7 @@ from chairlift.bench.case import Column, Numbers, Target, Variant, rounded_up
 from chairlift.bench.metrics import kv_waste, measure, states, waste_if_reserved
 from chairlift.bench.trace import Trace
 from chairlift.config import EngineConfig, option
-from chairlift.sim.workloads import PEAK_OUTPUT, PEAK_PROMPT, peak
+from chairlift.sim.workloads import PEAK_OUTPUT, PEAK_PROMPT, check_scale, peak
 
 if TYPE_CHECKING:
     from chairlift.bench.lab import Lab
@@ -38,6 +38,9 @@ class Waste:
         "last block: (block size - 1) / 2 slots a request on average. The other two columns are of the same run, had "
         "each request on board held blocks for its prompt and the longest output of the load, or for max-model-len."
     )
+
+    def __post_init__(self) -> None:
+        check_scale(self.scale)
 
     def config(self, base: EngineConfig) -> EngineConfig:
         longest = PEAK_PROMPT.scaled(self.scale).high + PEAK_OUTPUT.scaled(self.scale).high
