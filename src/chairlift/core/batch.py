@@ -17,7 +17,7 @@ new_item = partial(tuple.__new__, StepItem)
 class Batch:
     """A step that is being filled. ``requests`` run parallel to ``items``; None for what nobody waits for.
 
-    The only writer of a request's ``num_planned``, ``num_pending`` and ``pending`` while a step is planned.
+    Taking a sequence moves its ``num_planned``, and counts the token that it will draw as pending.
     """
 
     budget: int

@@ -34,7 +34,7 @@ class Totals:
 
 
 class Boarding:
-    """The only writer of who waits, who runs, and how many slots are taken.
+    """Moves requests between those who wait and those who run, and counts the slots.
 
     Attributes:
         running: in the order of boarding.

@@ -30,7 +30,7 @@ class Engine:
 
     Args:
         depth: most steps in flight. 1: a step is planned when the one before is done. 2: while it runs.
-        recorder: told of each step.
+        recorder: told of each step that was committed.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class RequestView:
 
     Fields:
         state: waiting, running or preempted.
-        position: 1 for the next to board, None while it runs.
+        position: about how many board before it, counting from 1; None while it runs.
         reason: for want of what it waits (`chairlift.core.recorder` explains the words), None while it runs.
         waited: seconds since it was added.
         estimated_start: seconds until it boards, by how fast the queue moved lately; None if not known.

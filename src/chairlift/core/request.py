@@ -259,7 +259,8 @@ class Request:
     | num_computed .. num_planned | tokens whose KV steps in flight compute; equal when none is in flight              |
     | 0 .. writable_end           | positions that may be written without asking `KVManager.grow`                      |
 
-    Owners: the scheduler writes everything but the KV fields (the last group), which only `KVManager` writes.
+    Owners: the KV fields (the last group) belong to `KVManager`, which only caches ``table`` where a plan is made; the
+    rest belongs to the scheduler and its parts (boarding, batch, shares).
     """
 
     id: str
@@ -297,7 +298,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     table: tuple[int, ...] | None = None  # block_table as plans carry it; None when that has changed
     block_hashes: list[bytes] = field(default_factory=list)
-    num_indexed: int = 0  # full blocks that others can find
+    num_indexed: int = 0  # full blocks that were seen to: others can find them, if prefixes are cached
     num_slid: int = 0  # blocks that every window has passed
     host_table: list[int] = field(
         default_factory=list

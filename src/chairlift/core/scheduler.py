@@ -1,8 +1,9 @@
-"""The scheduler: two queues, and the four verbs add, abort, schedule, commit.
+"""The scheduler: add, abort and expire requests, schedule a step, commit its result.
 
-`schedule` turns the queues into a `StepPlan`; `commit` takes the step's result back into them. What goes into a step is
-the policy's decision, where it lives in memory the KV manager's; this file moves requests between the queues and is the
-only writer of their status, tokens and end. Several plans may be in flight, as long as they are committed in order.
+`schedule` turns the running and the waiting into a `StepPlan`; `commit` takes the step's result back into them. What
+goes into a step is the policy's decision, who boards and who is preempted `Boarding`'s work, where it lives in memory
+the KV manager's. This file is the only writer of tokens and ends. Several plans may be in flight, as long as they are
+committed in order.
 """
 
 from __future__ import annotations
