@@ -476,9 +476,11 @@ class KVManager:
         owners: Counter[int] = Counter()
         for request in members:
             prefilling = request.num_samples > 1 or request.num_computed < len(request.token_ids) - 1
-            most += request.num_samples * self._window_blocks(self.windows[g], prefilling)
-            end = self.blocks_for(request.max_len) * groups  # what lies behind is padding
-            owners.update(request.block_table[request.num_slid * groups + g : end : groups])
+            window = self._window_blocks(self.windows[g], prefilling)
+            most += request.num_samples * window
+            # What lies behind is padding, or the room of the one who computed the prompt: of no use to the others.
+            end = min(self.blocks_for(request.max_len), request.num_slid + window)
+            owners.update(request.block_table[request.num_slid * groups + g : end * groups : groups])
         del owners[NO_BLOCK]
         return max(0, most - sum(self.pool.refs(block) == count for block, count in owners.items()))
 
