@@ -100,6 +100,8 @@ class ShadowExecutor:
 
     def expect(self, request: Request) -> None:
         """Tells what a request is, before it is given to the scheduler."""
+        for undo in self._undo:  # of an earlier request with this id
+            undo.drawn = [key for key in undo.drawn if key[0] != request.id]
         cells: list[tuple[int, int]] = []
         _extend(cells, request.token_ids)
         self._truths[request.id] = _Truth(
