@@ -68,9 +68,7 @@ def build_engine(
     )
 
 
-def make_scheduler(
-    config: EngineConfig, policy: Policy, capacity: Capacity, disk: DiskFile | None = None
-) -> Scheduler:
+def make_scheduler(config: EngineConfig, policy: Policy, capacity: Capacity, disk: DiskFile | None = None) -> Scheduler:
     """The scheduler that the configuration describes, for what a runner reserved."""
     from chairlift.runners.memory import batch_tokens
 

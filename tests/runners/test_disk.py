@@ -320,7 +320,7 @@ def test_disk_full(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert "No space left on device; give fewer GiB" in failure(lambda: opened(path))
-    assert path.stat().st_size == 0
+    assert not path.exists()
     monkeypatch.undo()
     opened(path).close()
 
@@ -329,7 +329,24 @@ def test_disk_smaller_than_asked(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """It is not filled to find that out."""
     monkeypatch.setattr(os, "posix_fallocate", lambda *args: pytest.fail("others have no room meanwhile"))
     assert "are free on that disk" in failure(lambda: opened(path, 2**60, 2**30))
-    assert path.stat().st_size == 0
+    assert not path.exists()
+
+
+def test_only_a_file_of_this_start_is_removed(tmp_path: Path) -> None:
+    """Not one that was there, nor a link to where it was made."""
+    old, link, target = tmp_path / "old", tmp_path / "link", tmp_path / "target"
+    old.touch()
+    link.symlink_to(target)
+    for path in (old, link):
+        assert "are free on that disk" in failure(partial(opened, path, 2**60, 2**30))
+    assert old.exists() and old.stat().st_size == 0
+    assert link.is_symlink() and not target.exists()
+
+
+def test_removed_by_its_maker_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is locked must be the file that the next start will find."""
+    monkeypatch.setattr(fcntl, "flock", lambda *args: path.unlink())
+    assert "in use by another engine" in failure(lambda: opened(path))
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, None])

@@ -30,11 +30,13 @@ class FakeEngine:
         self.views: list[RequestView] = []
         self.lives: dict[str, tuple[LifeLine, ...]] = {}
         self.answers = True
+        self.asked: list[str | None] = []
 
     def send(self, message):
         if not isinstance(message, ipc.Inspect) or not self.answers:
             return
         asked = message.request_id
+        self.asked.append(asked)
         views = tuple(view for view in self.views if asked in (None, view.id))
         report = Report(message.question, views, self.lives.get(asked, ()))
         frame = ipc.encode(ipc.Answer(0, report))
@@ -105,6 +107,24 @@ def test_the_life_of_one(engine, http, service):
     line = {"seconds": 0.1, "step": 4, "last_step": 9, "prompt": 0, "index": 0, "what": "decode", "detail": "6 tokens"}
     assert answer["life"][1] == line
     assert [(line["prompt"], line["what"]) for line in answer["life"]] == [(0, "queued"), (0, "decode"), (1, "waits")]
+
+
+def test_a_request_of_many_prompts_takes_few_questions(engine, http, service):
+    """All its sequences are shown by one; `life` names the prompts that it tells of, the live ones first."""
+    service.requests.remember("cmpl-a", 256)
+    engine.views = [view(f"cmpl-a-{prompt}") for prompt in (200, 3, 255)] + [view("cmpl-b-7")]
+    engine.lives = {f"cmpl-a-{prompt}": (LifeLine(0.0, 1, 1, 0, "queued"),) for prompt in range(256)}
+    answer = http.get("/v1/requests/cmpl-a").json()
+    assert [shown["prompt"] for shown in answer["requests"]] == [3, 200, 255]
+    assert answer["num_prompts"] == 256
+    assert answer["life_prompts"] == [3, 200, *range(242, 256)]
+    assert [line["prompt"] for line in answer["life"]] == answer["life_prompts"]
+    assert len(engine.asked) == 1 + inspection.MAX_LIVES and engine.asked[0] is None
+
+
+def test_an_unknown_request_takes_no_question(engine, http):
+    assert http.get("/v1/requests/cmpl-a").status_code == 404
+    assert engine.asked == []
 
 
 def test_one_that_has_ended_still_has_a_life(engine, http, service):

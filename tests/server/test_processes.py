@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -62,9 +63,12 @@ def test_ctrl_c_with_open_streams_ends_them_with_an_error(start, until):
     until(lambda: all(stream.events for stream in streams))
     server.signal_group(signal.SIGINT)
     for stream in streams:
-        assert "shutting down" in stream.join()[-1]["error"]["message"]
+        error = stream.join()[-1]["error"]
+        assert (error["message"], error["code"]) == ("the server is shutting down", "server_shutting_down")
     assert server.wait() == 0
     assert server.leftovers() == []
+    assert [line for line in server.log if "3; they end with an error" in line]
+    assert not any(" ERROR " in line for line in server.log), server.log
 
 
 def test_ctrl_c_with_a_request_in_flight_answers_it_and_logs_no_traceback(start, until):
@@ -73,9 +77,10 @@ def test_ctrl_c_with_a_request_in_flight_answers_it_and_logs_no_traceback(start,
         answer = pool.submit(server.post, "/v1/completions", prompt="x", max_tokens=200)
         until(lambda: server.metric("requests_running") == 1)
         server.signal_group(signal.SIGINT)
-        assert "shutting down" in answer.result().json()["error"]["message"]
+        assert answer.result().status_code == 503
+        assert answer.result().json()["error"]["code"] == "server_shutting_down"
     assert server.wait() == 0
-    assert not any("Traceback" in line for line in server.log), server.log
+    assert not any("Traceback" in line or " ERROR " in line for line in server.log), server.log
 
 
 def test_sigterm_finishes_what_runs(start, until):
@@ -103,6 +108,98 @@ def test_a_signal_during_the_start_leaves_nothing(start, delay):
     server.wait()
     assert all(gone(member) for member in family)
     assert server.leftovers() == []
+
+
+def test_a_signal_does_not_wait_for_the_tokenizer(start, until):
+    """Which cannot be interrupted."""
+    server = start(wait=False, tokenizer_seconds=1000)
+    until(lambda: any("toy weights took" in line for line in server.log))  # the event loop has the signals by now
+    server.signal_group(signal.SIGTERM)
+    assert server.wait() == 0
+    assert server.leftovers() == []
+
+
+def test_a_signal_does_not_wait_for_the_tokenizer_before_the_event_loop(start, until):
+    server = start(wait=False, tokenizer_seconds=1000)
+    until(lambda: bool(psutil.Process(server.process.pid).children()))
+    server.signal_group(signal.SIGTERM)
+    assert server.wait() == 0
+    assert server.leftovers() == []
+
+
+def test_a_signal_after_the_death_of_the_engine_does_not_hide_it(start, until):
+    server = start()
+    server.engine.kill()
+    until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    server.signal_group(signal.SIGTERM)
+    assert server.wait() == 1
+    assert server.log[-1] == "error: the engine process was killed by signal 9"
+
+
+SAVER = """
+import sys, time
+from types import SimpleNamespace
+from chairlift import engine_main
+from chairlift.core.plan import Capacity
+
+class Engine:
+    scheduler = SimpleNamespace(
+        capacity=Capacity(8, 16, 64, details=(("kv_cache", 10**10),)),
+        settings=SimpleNamespace(max_num_seqs=1, max_num_batched_tokens=64),
+        policy=None,
+    )
+
+    def __init__(self, source):
+        self.source = source
+
+    def step(self):
+        self.source.take(True)
+
+    def close(self):
+        time.sleep(2)
+
+sys.exit(engine_main.main(lambda config, source, sink, report: Engine(source)))
+"""
+
+
+@pytest.mark.parametrize(("disk_swap", "code"), [(None, -signal.SIGKILL), ("swap,1", 0)])
+def test_an_engine_that_saves_its_cache_is_given_the_time(disk_swap, code, caplog, monkeypatch):
+    from chairlift import log
+    from chairlift.config import EngineConfig
+    from chairlift.server import ipc, supervisor
+
+    monkeypatch.setattr(log.get("supervisor"), "handlers", [caplog.handler])
+    caplog.set_level("INFO", "chairlift.supervisor")
+    engine = supervisor.EngineProcess(EngineConfig(disk_swap=disk_swap), command=[sys.executable, "-c", SAVER])
+
+    async def until_ready():
+        ready = asyncio.Event()
+        engine.watch(lambda message: ready.set() if isinstance(message, ipc.Ready) else None, lambda code: None)
+        await ready.wait()
+
+    asyncio.run(until_ready())
+    assert engine.stop(0.2) == code
+    assert ("saves its prefix cache, 9.3 GiB at most" in caplog.text) == (code == 0)
+
+
+def test_another_signal_does_not_wait_for_the_engine():
+    from chairlift.server import main
+
+    class Engine:
+        def __init__(self):
+            self.calls = []
+
+        def stop(self):
+            self.calls.append("stop")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
+
+        def kill(self):
+            self.calls.append("kill")
+
+    engine = Engine()
+    main._stop(engine)
+    assert engine.calls == ["stop", "kill"]
 
 
 def test_the_engine_dies_with_its_parent(start, until):
@@ -168,6 +265,8 @@ def test_engine_killed_under_load(start, until):
     assert answers[0].status_code == 500 and answers[0].json()["error"]["code"] == "engine_dead"
     assert server.wait() == 1
     assert "error: the engine process was killed by signal 9" in server.log[-1]
+    (line,) = [line for line in server.log if " ERROR " in line]
+    assert "signal 9; open requests that have failed: 4;" in line
     assert server.leftovers() == []
 
 
@@ -222,6 +321,22 @@ def test_the_start_is_explained(server):
     ready = next(line for line in server.log if "ready after" in line)
     for phase in ("interpreter", "toy weights", "HTTP imports", "tokenizer"):
         assert phase in ready
+
+
+def test_the_report_counts_groups_windows_and_swap_space(caplog, monkeypatch):
+    """Of 100 positions a full group holds 7 blocks of 16, one with a window of 17 (1 block, 2 at its ends, 1 of the
+    step) holds 4."""
+    from chairlift import log
+    from chairlift.core.plan import Capacity
+    from chairlift.server import ipc, main
+
+    monkeypatch.setattr(log.get("server"), "handlers", [caplog.handler])
+    caplog.set_level("INFO", "chairlift.server")
+    details = (("weights", 100), ("kv_cache", 200), ("workspace", 50), ("swap_space", 150), ("free_at_start", 1000))
+    capacity = Capacity(34, 16, 100, windows=(0, 17), details=details)
+    main._report(ipc.Ready(0, capacity, {"max_num_batched_tokens": 16}))
+    assert "34 blocks of 16 tokens; 3 requests of the full length of 100 tokens fit at once" in caplog.text
+    assert "all of it is 500 bytes, 50.0 % of the 1,000 bytes" in caplog.text
 
 
 def test_params_reach_the_engine_as_they_are():

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from contextlib import suppress
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Capacity
-from chairlift.errors import ParameterError
+from chairlift.core.request import SamplingParams
+from chairlift.errors import ContextTooLong, ParameterError
 from chairlift.server import app, ipc, schemas
 from chairlift.server.app import create_app
 from chairlift.server.client import EngineClient
@@ -241,8 +243,26 @@ def test_what_the_whole_cache_cannot_hold_is_refused(start):
     """M1: 8 blocks of 16 tokens, and a context of 256."""
     server = start(kv_cache_memory="8")
     error = refused(server.post("/v1/completions", prompt="x" * 100, max_tokens=29))
-    assert "129 tokens" in error["message"] and "128" in error["message"]
+    assert "129 tokens, which need 9 KV blocks, and the whole cache has 8" in error["message"]
     assert server.post("/v1/completions", prompt="x" * 100, max_tokens=28).status_code == 200
+
+
+def test_the_room_is_that_of_all_groups(toy):
+    """4 blocks of 16 positions in each of two full groups, and 4 in one with a window of 17."""
+    engine = SimpleNamespace(epoch=0, send=lambda message: None)
+    client = EngineClient(engine)
+    service = Service(client, EngineConfig(), ["toy"], Metrics())
+    service.tokenizer = toy.ToyTokenizer()
+
+    def send(num_blocks):
+        capacity = Capacity(num_blocks, 16, 1000, windows=(0, 17, 0))
+        client._receive(ipc.Ready(0, capacity, {"max_num_batched_tokens": 16}))
+        params = SamplingParams(max_tokens=24)
+        service.generate("r", [[1] * 40], params, arrival=0.0, prompt_param="prompt", limit_param="max_tokens").close()
+
+    send(12)
+    with pytest.raises(ContextTooLong, match="64 tokens, which need 12 KV blocks, and the whole cache has 11"):
+        send(11)
 
 
 def test_a_refusal_of_the_scheduler_is_the_clients_fault(start):

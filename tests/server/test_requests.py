@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -159,3 +160,20 @@ def test_a_prefix_that_cannot_be_pinned_ends_the_start(start, tmp_path, text, wo
     assert server.wait() == 1
     assert [line for line in server.log if line.startswith("error: --pin-prefix ") and words in line], server.log
     assert not any("Traceback" in line for line in server.log)
+
+
+def test_a_prefix_that_the_cache_has_no_room_for_ends_the_start(start, tmp_path):
+    """Before the server says that it is ready."""
+    path = tmp_path / "system.txt"
+    path.write_text("x" * 240)
+    server = start(wait=False, pin_prefix=str(path), kv_cache_memory="28")
+    assert server.wait() == 1
+    assert "error: --pin-prefix needs 15 KV blocks for good" in server.log[-1]
+    assert not any("ready after" in line for line in server.log)
+
+
+def test_a_pipe_for_a_prefix_starts_nothing(start, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    server = start(wait=False, pin_prefix=str(tmp_path / "pipe"))
+    assert server.wait() == 1
+    assert [line for line in server.log if line.startswith("error: --pin-prefix")] == server.log

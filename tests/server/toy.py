@@ -148,10 +148,16 @@ class ToyTokenizer:
 
 
 def serve(**settings: Any) -> None:
-    """The whole server on a free port, with the toy for a model."""
+    """The whole server on a free port, with the toy for a model, whose tokenizer takes ``tokenizer_seconds``."""
+    seconds = settings.pop("tokenizer_seconds", 0)
+
+    def tokenizer() -> ToyTokenizer:
+        time.sleep(seconds)
+        return ToyTokenizer()
+
     config = EngineConfig(**{"model": "toy"} | settings)
     command = [sys.executable, __file__, "engine"]
-    server_main.run(config, ServerConfig(port=0), ToyTokenizer, command=command)
+    server_main.run(config, ServerConfig(port=0), tokenizer, command=command)
 
 
 if __name__ == "__main__":

@@ -677,7 +677,8 @@ class Scheduler:
         if self.boarding.room - blocks < needs:
             raise RequestRefused("a prefix cannot be pinned while requests live that need the memory; pin it first")
         self.kv.pin(token_ids)
-        while self.kv.num_pinned and self.kv.held(self._longest, prefilling=True) > self.boarding.room:  # what is pinned is not for others
+        # What is pinned is not for others.
+        while self.kv.num_pinned and self.kv.held(self._longest, prefilling=True) > self.boarding.room:
             self._longest -= 1
         tokens = [*token_ids, token_ids[-1]]  # one more, since a prefix never covers the last token
         params = SamplingParams(max_tokens=1, temperature=0.0)

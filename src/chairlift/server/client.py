@@ -12,13 +12,17 @@ from chairlift import log
 from chairlift.core.plan import Output, StepStats
 from chairlift.core.ports import Report
 from chairlift.core.request import Request
-from chairlift.errors import EngineDead, NotReady
+from chairlift.errors import ChairliftError, EngineDead, NotReady
 from chairlift.server import ipc
 from chairlift.server.supervisor import EngineProcess
 
 INSPECT_SECONDS = 5.0  # an engine answers between two steps
 
 _log = log.get("client")
+
+
+class ShuttingDown(ChairliftError):
+    """The server was told to end, so the request is not answered any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,11 @@ class Stream:
         self._ids = {request_id for request_id, _ in self._open}
         self._pending: list[News] = []
         self._wake: asyncio.Future[None] | None = None
-        self._error: EngineDead | None = None
+        self._error: ChairliftError | None = None
 
     async def read(self) -> list[News]:
-        """New outputs, in order; empty when every sample has ended. Raises EngineDead when no more can come."""
+        """New outputs, in order; empty when every sample has ended. Raises EngineDead or ShuttingDown when no more can
+        come."""
         while not self._pending:
             if not self._open:
                 return []
@@ -79,7 +84,7 @@ class Stream:
             self._close(*key)
         self._notify()
 
-    def fail(self, error: EngineDead) -> None:
+    def fail(self, error: ChairliftError) -> None:
         self._error = error
         self._notify()
 
@@ -101,9 +106,10 @@ class EngineClient:
         phases: finished phases of its start, with their seconds.
         ready: what it said when it became ready, or None.
         stats: its state after the last step.
-        error: why no request can be answered any more, or None.
+        failure: why no request can be answered any more, or None.
+        num_failed: submissions that ended for that.
         started: set when the engine is ready, or dead.
-        dead: set when the engine is dead.
+        dead: set when the engine is dead, and ``death`` says how it came to that.
     """
 
     def __init__(self, engine: EngineProcess, on_step: Callable[[StepStats], None] = lambda stats: None) -> None:
@@ -116,7 +122,9 @@ class EngineClient:
         self.phases: list[tuple[str, float]] = []
         self.ready: ipc.Ready | None = None
         self.stats = StepStats()
-        self.error: str | None = None
+        self.failure: ChairliftError | None = None
+        self.num_failed = 0
+        self.death = ""
         self.started = asyncio.Event()
         self.dead = asyncio.Event()
 
@@ -129,14 +137,18 @@ class EngineClient:
         return len(self._streams)
 
     def submit(self, requests: list[Request]) -> Stream:
-        """Sends requests to the engine. Raises EngineDead if there is none."""
-        if self.error is not None:
-            raise EngineDead(self.error)
+        """Sends requests to the engine. Raises EngineDead or ShuttingDown if they cannot be answered."""
+        self.require_alive()
         stream = Stream(self, requests)
         for request in requests:
             self._streams[request.id] = stream
             self._engine.send(ipc.Add(self._engine.epoch, request))
         return stream
+
+    def require_alive(self) -> None:
+        """Raises EngineDead or ShuttingDown once there is no engine to ask."""
+        if self.failure is not None:
+            raise _again(self.failure)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._engine.send(ipc.Abort(self._engine.epoch, request_id, index))
@@ -146,9 +158,9 @@ class EngineClient:
         self._engine.send(ipc.Pin(self._engine.epoch, tuple(token_ids)))
 
     async def inspect(self, request_id: str | None = None) -> Report:
-        """What the engine knows of a request, or of all that live. Raises EngineDead, or NotReady if it is too busy."""
-        if self.error is not None:
-            raise EngineDead(self.error)
+        """What the engine knows of a request, or of all that live. Raises as `submit` does, and NotReady if it is too
+        busy."""
+        self.require_alive()
         question = next(self._question_ids)
         answer = self._questions[question] = asyncio.get_running_loop().create_future()
         self._engine.send(ipc.Inspect(self._engine.epoch, question, request_id))
@@ -165,19 +177,21 @@ class EngineClient:
         for request_id in request_ids:
             self._streams.pop(request_id, None)
 
-    def fail(self, error: str) -> None:
+    def fail(self, failure: ChairliftError) -> None:
         """Ends every open request with an error, and refuses new ones. The first reason given is kept."""
-        if self.error is None:
-            self.error = error
-        for stream in set(self._streams.values()):
-            stream.fail(EngineDead(self.error))
+        self.failure = self.failure or failure
+        streams = set(self._streams.values())
+        self.num_failed += len(streams)
+        for stream in streams:
+            stream.fail(_again(self.failure))
         self._streams.clear()
         for answer in self._questions.values():
             if not answer.done():
-                answer.set_exception(EngineDead(self.error))
+                answer.set_exception(_again(self.failure))
 
-    def _die(self, error: str) -> None:
-        self.fail(error)
+    def _die(self, how: str) -> None:
+        self.death = self.death or how
+        self.fail(EngineDead(how))
         self.started.set()
         self.dead.set()
 
@@ -209,3 +223,8 @@ class EngineClient:
     def _exited(self, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._die(f"the engine process {how}")
+
+
+def _again(error: ChairliftError) -> ChairliftError:
+    """One for each who is told: an exception keeps the tracebacks of all who raised it."""
+    return type(error)(str(error))

@@ -20,6 +20,7 @@ from chairlift.errors import (
     RequestRefused,
     show,
 )
+from chairlift.server.client import ShuttingDown
 from chairlift.server.inspection import RequestNotFound
 from chairlift.server.metrics import Metrics
 
@@ -32,6 +33,7 @@ _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (  # the first th
     (ModelNotFound, 404, "model_not_found"),
     (RequestNotFound, 404, "request_not_found"),
     (NotReady, 503, "not_ready"),
+    (ShuttingDown, 503, "server_shutting_down"),
     (EngineDead, 500, "engine_dead"),
     (ChairliftError, 500, None),
 )
@@ -62,7 +64,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         status, content = describe(error)
         if not isinstance(error, ChairliftError):
             _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        elif status == 500:
+        elif status == 500 and not isinstance(error, EngineDead):  # that befalls many at once, and is told once
             _log.error("%s %s failed: %s", request.method, request.url.path, error)
         return answer(status, content, {"retry-after": "1"} if status == 503 else None)
 

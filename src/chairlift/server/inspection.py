@@ -16,6 +16,7 @@ from chairlift.errors import ChairliftError, show
 from chairlift.server.client import EngineClient
 
 MAX_REMEMBERED = 2**16
+MAX_LIVES = 16  # that are told of one request; each is a question to the engine
 
 
 class RequestNotFound(ChairliftError):
@@ -44,11 +45,17 @@ class Requests:
         return {"object": "list", "data": _views(report.requests)}
 
     async def one(self, request_id: str) -> dict[str, Any]:
-        """The live sequences of a request, and its life so far. Raises RequestNotFound."""
+        """The live sequences of a request, and its life so far: of `MAX_LIVES` prompts at most, which it names. Raises
+        RequestNotFound."""
         num_prompts = self._num_prompts.get(request_id, 0)
         ids = [engine_id(request_id, prompt) for prompt in range(num_prompts)]
-        reports: list[Report] = await asyncio.gather(*map(self._client.inspect, ids))
-        if not any(report.requests or report.life for report in reports):
+        views = await self._views_of(ids) if ids else []
+        alive = {view.id for view in views}
+        # The live first, and of the others the last, which are the most likely to be remembered.
+        order = sorted(range(num_prompts), key=lambda prompt: (0, prompt) if ids[prompt] in alive else (1, -prompt))
+        prompts = sorted(order[:MAX_LIVES])
+        reports: list[Report] = await asyncio.gather(*(self._client.inspect(ids[prompt]) for prompt in prompts))
+        if not views and not any(report.life for report in reports):
             raise RequestNotFound(
                 f"no request {show(request_id)} is known here: it never came, or ended too long ago; "
                 "GET /v1/requests lists those that live"
@@ -56,13 +63,21 @@ class Requests:
         return {
             "id": request_id,
             "object": "request",
-            "requests": [view for report in reports for view in _views(report.requests)],
+            "num_prompts": num_prompts,
+            "requests": _views(views),
+            "life_prompts": prompts,
             "life": [
                 msgspec.to_builtins(line) | {"prompt": prompt}
-                for prompt, report in enumerate(reports)
+                for prompt, report in zip(prompts, reports, strict=True)
                 for line in report.life
             ],
         }
+
+    async def _views_of(self, ids: Sequence[str]) -> list[RequestView]:
+        """By prompt and sample. One question about all that live, however many prompts a request has."""
+        place = {id: prompt for prompt, id in enumerate(ids)}
+        views = [view for view in (await self._client.inspect()).requests if view.id in place]
+        return sorted(views, key=lambda view: (place[view.id], view.index))
 
 
 def _views(views: Sequence[RequestView]) -> list[dict[str, Any]]:

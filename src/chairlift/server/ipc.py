@@ -23,6 +23,7 @@ import msgspec
 
 from chairlift.config import EngineConfig
 from chairlift.core import ports
+from chairlift.core.kv import most_held
 from chairlift.core.plan import Capacity, Output, StepStats
 from chairlift.core.request import Request
 
@@ -75,6 +76,15 @@ class Ready(Message, frozen=True):
 
     capacity: Capacity
     details: dict[str, str | int | float]
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens that a step computes."""
+        return int(self.details.get("max_num_batched_tokens", self.capacity.max_model_len))
+
+    def held(self, length: int) -> int:
+        """Most KV blocks that a request of so many tokens holds at a time, over all groups of layers."""
+        return most_held(self.capacity.windows, length, self.capacity.block_size, self.chunk)
 
 
 class Outputs(Message, frozen=True):

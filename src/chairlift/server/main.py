@@ -7,19 +7,20 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from chairlift import log
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.core.plan import StepStats
 from chairlift.errors import ConfigError, EngineDead
 from chairlift.server import ipc, supervisor
-from chairlift.server.prefix import check_prefix, prefix_tokens
+from chairlift.server.prefix import fitting_tokens, read_prefix
 from chairlift.server.text import Tokenizer
 
 if TYPE_CHECKING:  # imported while the engine loads: see run()
@@ -30,7 +31,11 @@ if TYPE_CHECKING:  # imported while the engine loads: see run()
 DRAIN_SECONDS = 10.0  # for running requests after SIGTERM
 OBITUARY_SECONDS = 2.0  # for clients and probes to hear that the engine is dead, before this process ends too
 
+_BACKGROUND = "tokenizer"  # name of threads
+
 _log = log.get("server")
+
+T = TypeVar("T")
 
 
 def run(
@@ -44,15 +49,29 @@ def run(
     log.setup(server_config.log_level, "server")
     begin = time.perf_counter() - log.process_age()
     with suppress(_Ended), _ends_on_sigterm(), closing(_listen(server_config)) as listener:
+        path = engine_config.pin_prefix
+        prefix = None if path is None else read_prefix(path)
         engine = supervisor.EngineProcess(engine_config, log_level=server_config.log_level, command=command)
         try:
             phases = [("interpreter", time.perf_counter() - begin)]
-            with ThreadPoolExecutor(1, "tokenizer") as pool:
-                tokenizer = pool.submit(_load, tokenizer_factory, engine_config.pin_prefix)
-                service, server = _build(engine, engine_config, server_config, phases)
-                asyncio.run(_serve(service, server, listener, tokenizer, phases, begin))
+            tokenizer = _in_background(lambda: _load(tokenizer_factory))
+            service, server = _build(engine, engine_config, server_config, phases)
+            asyncio.run(_serve(service, server, listener, tokenizer, prefix, phases, begin))
         finally:
+            _stop(engine)
+    if any(thread.name == _BACKGROUND for thread in threading.enumerate()):
+        # It cannot be interrupted, nor survive the end of the interpreter while it is in foreign code.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _stop(engine: supervisor.EngineProcess) -> None:
+    """Another signal ends it at once."""
+    try:
+        with _ends_on_sigterm():  # the event loop has left the signals at their defaults
             engine.stop()
+    except _Ended:
+        engine.kill()
 
 
 class _Ended(BaseException):
@@ -88,15 +107,29 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 class _Loaded(NamedTuple):
     tokenizer: Tokenizer
-    pinned: list[int] | None  # tokens of --pin-prefix
     seconds: float
 
 
-def _load(factory: Callable[[], Tokenizer], pin_prefix: str | None) -> _Loaded:
+def _load(factory: Callable[[], Tokenizer]) -> _Loaded:
     begin = time.perf_counter()
-    tokenizer = factory()
-    pinned = None if pin_prefix is None else prefix_tokens(pin_prefix, tokenizer)
-    return _Loaded(tokenizer, pinned, time.perf_counter() - begin)
+    return _Loaded(factory(), time.perf_counter() - begin)
+
+
+def _in_background(work: Callable[[], T]) -> Future[T]:
+    """Does the work in a thread that the end of this process does not wait for."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=_BACKGROUND, daemon=True).start()
+    return future
 
 
 def _build(
@@ -155,35 +188,47 @@ async def _serve(
     server: uvicorn.Server,
     listener: socket.socket,
     tokenizer: Future[_Loaded],
+    prefix: str | None,
     phases: list[tuple[str, float]],
     begin: float,
 ) -> None:
+    from chairlift.server.client import ShuttingDown
+
     client = service.client
     loop = asyncio.get_running_loop()
 
+    def cut() -> None:
+        if client.failure is None:
+            client.fail(ShuttingDown("the server is shutting down"))
+            if client.num_failed:
+                _log.warning("open requests that did not finish: %d; they end with an error", client.num_failed)
+
     def end(at_once: bool) -> None:
         if at_once or server.should_exit:  # Ctrl-C, or a second signal
-            client.fail("the server is shutting down")
+            cut()
         else:
             _log.info("stopping: running requests have %g s to finish", DRAIN_SECONDS)
-            loop.call_later(DRAIN_SECONDS, client.fail, "the server is shutting down")
+            loop.call_later(DRAIN_SECONDS, cut)
         server.should_exit = True
 
     loop.add_signal_handler(signal.SIGINT, end, True)
     loop.add_signal_handler(signal.SIGTERM, end, False)
     address = "http://{}:{}".format(*_for_url(listener))
     client.start()
-    watch = asyncio.create_task(_watch(service, server, tokenizer, phases, begin, address))
+    watch = asyncio.create_task(_watch(service, server, tokenizer, prefix, phases, begin, address))
     await server.serve(sockets=[listener])
     watch.cancel()
     with suppress(asyncio.CancelledError):
         await watch  # raises what ended the server, if it was not a signal
+    if client.dead.is_set():  # even if a signal came on top
+        raise EngineDead(client.death)
 
 
 async def _watch(
     service: Service,
     server: uvicorn.Server,
     tokenizer: Future[_Loaded],
+    prefix: str | None,
     phases: list[tuple[str, float]],
     begin: float,
     address: str,
@@ -195,13 +240,16 @@ async def _watch(
         phases.append(("tokenizer", loaded.seconds))
         await client.started.wait()
         if client.ready is None:
-            raise EngineDead(client.error or "the engine did not start")
-        _report(client.ready)
-        if loaded.pinned is not None:
-            check_prefix(loaded.pinned, client.ready.capacity)
-            client.pin(loaded.pinned)
+            raise EngineDead(client.death)
+        ready = client.ready
+        _report(ready)
+        if prefix is not None:
+            text = prefix
+            tokens = _in_background(lambda: fitting_tokens(text, loaded.tokenizer, ready.capacity, ready.chunk))
+            token_ids = await asyncio.wrap_future(tokens)
+            client.pin(token_ids)
         service.tokenizer = loaded.tokenizer  # only now are requests taken: the beginning that stays comes before them
-        metrics.ready(client.ready.capacity)
+        metrics.ready(ready.capacity)
         _log.info(
             "ready after %.2f s; engine: %s; server: %s",
             time.perf_counter() - begin,
@@ -211,9 +259,9 @@ async def _watch(
         _log.info("Listening on %s", address)
         await client.dead.wait()
         metrics.engine_gone()
-        _log.error("%s; open requests have failed, and the server ends", client.error)
+        _log.error("%s; open requests that have failed: %d; the server ends", client.death, client.num_failed)
         await asyncio.sleep(OBITUARY_SECONDS)
-        raise EngineDead(client.error or "the engine is dead")
+        raise EngineDead(client.death)
     finally:
         server.should_exit = True
 
@@ -225,7 +273,7 @@ def _times(phases: Sequence[tuple[str, float]]) -> str:
 def _report(ready: ipc.Ready) -> None:
     """What was reserved, in bytes, and what that is good for."""
     capacity, details = ready.capacity, dict(ready.capacity.details)
-    known = {"weights": "weights", "kv_cache": "KV cache", "workspace": "workspace"}
+    known = {"weights": "weights", "kv_cache": "KV cache", "workspace": "workspace", "swap_space": "swap space"}
     used = sum(details.get(name, 0) for name in known)
     for name, label in known.items():
         if name in details:
@@ -239,12 +287,11 @@ def _report(ready: ipc.Ready) -> None:
             log.exact_bytes(free),
             log.exact_bytes(budget),
         )
-    per_request = -(-capacity.max_model_len // capacity.block_size)
     _log.info(
         "KV cache: %d blocks of %d tokens; %d requests of the full length of %d tokens fit at once",
         capacity.num_blocks,
         capacity.block_size,
-        capacity.num_blocks // per_request,
+        capacity.num_blocks // ready.held(capacity.max_model_len),
         capacity.max_model_len,
     )
     facts = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in ready.details.items())

@@ -115,15 +115,17 @@ def create_router(service: Service) -> APIRouter:
 
     @get("/v1/requests/{request_id}")
     async def request(request_id: str) -> Response:
-        """One request by its id (cmpl-... or chatcmpl-...), and its life as far back as the engine remembers."""
+        """One request by its id (cmpl-... or chatcmpl-...), and its life as far back as the engine remembers. Of
+        many prompts, `life` tells of those in `life_prompts` only: the live ones first, `MAX_LIVES` at most."""
         service.require_ready()
         return json(await service.requests.one(request_id))
 
     @get("/health")
     async def health() -> Response:
-        """Liveness: 200 while the engine lives, loading or busy; 503 when it is dead, and a restart is due."""
-        if service.client.error is not None:
-            return JSONResponse(errors.body(503, service.client.error, code="engine_dead"), 503)
+        """Liveness: 200 while the engine lives, loading or busy; 503 when it is dead, and a restart is due, or when the
+        server is shutting down."""
+        if service.client.failure is not None:
+            return JSONResponse(errors.describe(service.client.failure)[1], 503)
         return JSONResponse({"status": "ok"})
 
     @get("/ready")

@@ -22,7 +22,7 @@ from chairlift.errors import (
     show,
 )
 from chairlift.server.choices import best, chooses, engine_params, mean_logprob
-from chairlift.server.client import EngineClient, News, Stream
+from chairlift.server.client import EngineClient, News, ShuttingDown, Stream
 from chairlift.server.goodput import Timing, outcome
 from chairlift.server.inspection import Requests, engine_id
 from chairlift.server.metrics import Metrics
@@ -64,13 +64,16 @@ class Service:
     @property
     def phase(self) -> str | None:
         """What the start is waiting for; None when ready."""
-        if self.client.error is not None:
-            return self.client.error
+        if self.client.failure is not None:
+            return str(self.client.failure)
         if self.client.ready is None:
             return self.client.phase
         return "tokenizer" if self.tokenizer is None else None
 
     def require_ready(self) -> tuple[Tokenizer, Capacity]:
+        """Raises NotReady, or ShuttingDown."""
+        if isinstance(self.client.failure, ShuttingDown):
+            self.client.require_alive()
         if self.phase is not None or self.tokenizer is None or self.client.ready is None:
             raise NotReady(f"the server is not ready: {self.phase}")
         return self.tokenizer, self.client.ready.capacity
@@ -130,7 +133,7 @@ class Service:
         params.max_tokens is a wish that is cut to what the context has room for. A number that was asked for and does
         not fit is refused, never cut.
         """
-        tokenizer, capacity = self.require_ready()
+        tokenizer, _ = self.require_ready()
         if params.width > self.config.max_num_seqs:
             name, limit = "n" if params.best_of is None else "best_of", self.config.max_num_seqs
             raise ParameterError(
@@ -139,7 +142,7 @@ class Service:
         check_priority(priority, self.config)
         requests = []
         for i, prompt in enumerate(prompts):
-            self._check_room(prompt, params, capacity, prompt_param, limit_param)
+            self._check_room(prompt, params, prompt_param, limit_param)
             requests.append(
                 make_request(
                     engine_id(request_id, i),
@@ -166,10 +169,12 @@ class Service:
         self,
         prompt: list[int],
         params: SamplingParams,
-        capacity: Capacity,
         prompt_param: str,
         limit_param: str | None,
     ) -> None:
+        ready = self.client.ready
+        assert ready is not None
+        capacity = ready.capacity
         limit, length, wanted = capacity.max_model_len, len(prompt), params.max_tokens
         if not prompt:
             raise ParameterError(prompt_param, f"{prompt_param} is empty; it must hold at least one token")
@@ -182,12 +187,12 @@ class Service:
                 f"model's context of {limit}; lower {limit_param} to {limit - length} or shorten the prompt",
             )
         total = limit if wanted is None else min(limit, length + wanted)
-        if -(-total // capacity.block_size) > capacity.num_blocks:
-            room = capacity.num_blocks * capacity.block_size
+        needed = ready.held(total)
+        if needed > capacity.num_blocks:
             raise ContextTooLong(
                 limit_param or prompt_param,
-                f"prompt and output may take {total} tokens, and the whole KV cache holds {room}; ask for less, or "
-                "start the server with a larger --kv-cache-memory",
+                f"prompt and output may take {total} tokens, which need {needed} KV blocks, and the whole cache has "
+                f"{capacity.num_blocks}; ask for less, or start the server with a larger --kv-cache-memory",
             )
 
 
@@ -241,8 +246,8 @@ class Generation:
         metrics.prompt_tokens.inc(self.usage.prompt_tokens)
 
     async def deltas(self) -> AsyncIterator[dict[int, Delta]]:
-        """Per wake-up what each sample gained, until all have ended. Raises GenerationFailed, RequestRefused or
-        EngineDead if they cannot."""
+        """Per wake-up what each sample gained, until all have ended. Raises GenerationFailed, RequestRefused,
+        EngineDead or ShuttingDown if they cannot."""
         while news := await self._stream.read():
             gained: dict[int, Delta] = {}
             for item in news:

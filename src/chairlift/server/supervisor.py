@@ -18,10 +18,12 @@ import zmq
 
 from chairlift import log
 from chairlift.config import EngineConfig
+from chairlift.log import short_bytes
 from chairlift.server import ipc
 
 COMMAND = (sys.executable, "-P", "-m", "chairlift.engine_main")
 STOP_SECONDS = 5.0
+SAVED_PER_SECOND = 100 * 10**6  # bytes of KV that even a slow disk takes
 
 _log = log.get("supervisor")
 
@@ -47,6 +49,8 @@ class EngineProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[ipc.Message], None] = lambda message: None
         self._listens = False  # to messages: it is past loading
+        self._keeps_cache = config.disk_swap is not None
+        self._to_save = 0  # bytes of KV, at most, that it writes to disk before it ends
         self._process = _spawn(command)
         try:  # after the process, so that the folder is not there yet while nobody else could remove it
             self._folder = tempfile.mkdtemp(prefix="chairlift-")
@@ -94,29 +98,46 @@ class EngineProcess:
             self._loop.call_soon(self._drain)  # sending may have used up the edge that announced a message
 
     def stop(self, seconds: float = STOP_SECONDS) -> int:
-        """Ends the engine: asks it to finish its step, and kills it if it has not within ``seconds``, or if it is still
-        loading. Returns its exit code. May be called from any state, and again."""
+        """Ends the engine: asks it to finish its step, and kills it if it has not within ``seconds`` and the time that
+        its cache takes to save, or if it is still loading. Returns its exit code. May be called from any state, and
+        again."""
         self._on_message = lambda message: None
         if self._loop is not None and self._loop.is_closed():
             self._loop = None
         if self._listens:
             self.send(ipc.Stop(self.epoch))
-        else:
-            self._process.kill()
+            self._wait(seconds)
+        self._process.kill()
+        return self._end()
+
+    def kill(self) -> None:
+        """Ends the engine at once, whatever it is doing."""
+        self._process.kill()
+        self._end()
+
+    def _wait(self, seconds: float) -> None:
+        saving = self._to_save / SAVED_PER_SECOND
         try:
-            self._process.wait(seconds)
+            if saving:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(min(1.0, saving))
+                    return
+                _log.info(
+                    "the engine saves its prefix cache, %s at most, to --disk-swap, and has %.0f s for it",
+                    short_bytes(self._to_save),
+                    seconds + saving,
+                )
+            self._process.wait(seconds + saving)
         except subprocess.TimeoutExpired:
-            _log.warning("the engine did not stop within %g s and is killed", seconds)
-            self._process.kill()
+            _log.warning("the engine did not stop within %.0f s and is killed", seconds + saving)
+
+    def _end(self) -> int:
         code = self._process.wait()
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
         self._close_socket()
         return code
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def _drain(self) -> None:
         """Reads all that is there: ZeroMQ announces only the first of several messages."""
@@ -127,7 +148,9 @@ class EngineProcess:
                 return
             self._remove_folder()
             message = ipc.decode_for_api(frame)
-            self._listens = self._listens or isinstance(message, ipc.Ready)
+            if isinstance(message, ipc.Ready):
+                self._listens = True
+                self._to_save = dict(message.capacity.details).get("kv_cache", 0) if self._keeps_cache else 0
             if message.epoch == self.epoch:
                 self._on_message(message)
 
@@ -146,10 +169,10 @@ class EngineProcess:
 
 
 def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts the process with this one's import path and with SIGINT blocked: Ctrl-C goes to all processes of a
-    terminal, and it is for the parent to end the engine, in order."""
+    """Starts the process with this one's import path and with SIGINT and SIGTERM blocked: a terminal and a
+    service manager send them to all processes, and it is for the parent to end the engine, in order."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     finally:

@@ -34,7 +34,8 @@ def check_priority(priority: object, config: EngineConfig) -> None:
         raise ParameterError(
             "priority", f"priority must be a whole number from {least} to {most}, lower first, got {show(priority)}"
         )
-    if priority and config.order != "priority":
+    own_policy = config.scheduler_policy not in ("chunked", "continuous", "static")  # which may look at it
+    if priority and config.order != "priority" and not own_policy:
         raise ParameterError(
             "priority",
             f"priority has no effect with --order {config.order}; leave it out, or start with --order priority",
