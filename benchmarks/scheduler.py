@@ -36,9 +36,9 @@ def main() -> None:
     print("running  waiting  order     fair   schedule    commit  together  a sequence")
     for running, waiting, order, fair in CASES:
         schedule, commit, both = _measure(running, waiting, order, fair)
-        name = "yes" if fair else "no"
         print(
-            f"{running:7} {waiting:8}  {order:9} {name:4} {schedule:10.0f} {commit:9.0f} {both:9.0f} {both / running:11.2f}"
+            f"{running:7} {waiting:8}  {order:9} {'yes' if fair else 'no':4} "
+            f"{schedule:10.0f} {commit:9.0f} {both:9.0f} {both / running:11.2f}"
         )
 
 

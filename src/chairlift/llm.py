@@ -18,7 +18,7 @@ from chairlift.core.ports import Abort, Add, Message, Pin, Report
 from chairlift.core.request import FinishReason, Request, SamplingParams, make_request
 from chairlift.errors import ConfigError, GenerationFailed, ParameterError, RequestRefused, show
 from chairlift.server.choices import best, chooses, engine_params, mean_logprob
-from chairlift.server.prefix import check_prefix, prefix_tokens
+from chairlift.server.prefix import fitting_tokens, read_prefix
 from chairlift.server.tenants import check_priority
 from chairlift.server.text import Delta, Transcript
 
@@ -120,13 +120,15 @@ class LLM:
             raise ConfigError(f"LLM() has no setting {name!r}; the settings are {', '.join(sorted(known))}")
         self.config = EngineConfig(model=str(model), **settings)
         self._tokenizer = models.load_tokenizer(self.config.model)
-        pinned = None if self.config.pin_prefix is None else prefix_tokens(self.config.pin_prefix, self._tokenizer)
+        beginning = None if self.config.pin_prefix is None else read_prefix(self.config.pin_prefix)
         self._clock = WallClock()
         self._mailbox = _Mailbox(self._clock)
         self.engine = engine_main.build_engine(self.config, self._mailbox, self._mailbox, clock=self._clock)
         self._ids = count()
-        if pinned is not None:
-            check_prefix(pinned, self.engine.scheduler.capacity)
+        if beginning is not None:
+            scheduler = self.engine.scheduler
+            chunk = scheduler.settings.max_num_batched_tokens
+            pinned = fitting_tokens(beginning, self._tokenizer, scheduler.capacity, chunk)
             self._mailbox.messages.append(Pin(tuple(pinned)))
             while self.engine.step():
                 pass

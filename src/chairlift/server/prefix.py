@@ -34,11 +34,6 @@ def read_prefix(path: str) -> str:
     return text
 
 
-def prefix_tokens(path: str, tokenizer: Tokenizer) -> list[int]:
-    """The file's tokens; `check_prefix` tells whether they can be kept. Raises as `read_prefix` does."""
-    return tokenizer.encode(read_prefix(path))
-
-
 def fitting_tokens(text: str, tokenizer: Tokenizer, capacity: Capacity, chunk: int) -> list[int]:
     """The text's tokens. Raises ConfigError, untokenised, for a text that can never fit, and as `check_prefix` does."""
     size, most = len(text.encode()), capacity.max_model_len * tokenizer.longest_token
