@@ -260,8 +260,9 @@ def test_layers_with_windows_leave_room_for_longer_contexts(windowed_checkpoint:
     assert capacity.windows == (0, 5, 7, 40)
     assert capacity.num_blocks == 80  # of one layer: 4 positions, K and V, 24 numbers of 4 bytes
     assert windowed.memory is not None and windowed.memory.kv_cache == 80 * 4 * 2 * 24 * 4
-    # The windows of 5, 7 and 40 take ceil(4 / 4), ceil(6 / 4) and ceil(39 / 4) blocks, and 1 and 2 for the chunk each.
-    assert capacity.max_model_len == (80 - (1 + 3) - (2 + 3) - (10 + 3)) * 4
+    # The windows of 5, 7 and 40 take ceil(4 / 4), ceil(6 / 4) and ceil(39 / 4) blocks; each 2 more, for where it begins
+    # and for a step in flight, and 2 for the chunk.
+    assert capacity.max_model_len == (80 - (1 + 4) - (2 + 4) - (10 + 4)) * 4
     spec = dataclasses.replace(windowed_checkpoint.spec, layer_windows=())
     plain = NativeRunner(
         dataclasses.replace(windowed_checkpoint, spec=spec), config(kv_cache_memory="60KiB", block_size=4)
