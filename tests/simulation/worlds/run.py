@@ -129,7 +129,7 @@ def check_empty(world: World, scheduler: Scheduler, client: Client) -> None:
     kv, capacity = scheduler.kv, world.capacity
     if capacity.windows == (0,):  # what is pinned is not for others, so they must be shorter
         room = (capacity.num_blocks - kv.num_pinned) * capacity.block_size
-        longest = min(room, capacity.max_model_len) if client.has_pinned else capacity.max_model_len
+        longest = min(room, capacity.max_model_len) if kv.num_pinned else capacity.max_model_len
         assert scheduler._longest == longest, f"requests may have {scheduler._longest} tokens, not {longest}"
     pinned = sum(block is not None for block in kv._pins.values())
     assert kv.reserved == 0 and kv.pool.num_free == world.capacity.num_blocks - pinned, "leaked"
