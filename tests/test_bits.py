@@ -281,7 +281,7 @@ def test_the_disk_keeps_the_prefix_cache_over_a_restart(bench: Bench, tmp_path: 
         data[at] ^= 0x40
     (tmp_path / "kv").write_bytes(data)
     damaged, stats = run()
-    assert damaged == cold and stats.total_preemptions == 1, "it trusted what was damaged, or never read it"
+    assert damaged == cold and stats.total_recomputed_tokens == 192, "it trusted what was damaged, or never read it"
 
 
 # -- beam search

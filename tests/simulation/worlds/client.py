@@ -59,7 +59,6 @@ class Client:
         self.live: dict[str, Life] = {}
         self.num_received = self.num_ended = 0
         self.coverage = coverage
-        self.has_pinned = False
         self.stalled = 0  # steps of the engine since anything last moved
         self.taken_at = 0.0  # the engine's time at which it looked for late requests
         self.scheduler: Scheduler
@@ -161,7 +160,6 @@ class Client:
         self._executor.expect(job.request(0.0))
         self._enter(job)
         self.coverage["pinned prefixes"] += 1
-        self.has_pinned = True
         return [Pin(tokens)]
 
     # -- aborts
