@@ -65,6 +65,7 @@ class Boarding:
         self._shares = shares
         self._tell = tell
         self._stuck: Request | None = None  # could not board; pointless to try again until something is given back
+        self._in_vain: Request | None = None  # nobody makes way for it, until something is given back
         self._favoured: Request | None = None  # for whom others made way
         self._told: tuple[Request | None, str] = (None, "")
 
@@ -160,18 +161,25 @@ class Boarding:
         self._favoured = None
         if not (self._shares or self._policy.order.preempts):
             return None
-        for request in list(self.running.values()):
+        growing = [  # as num_remaining > 1, which would cost a call for each in each step
+            r
+            for r in self.running.values()
+            if r.num_planned >= r.writable_end or len(r.token_ids) + r.num_pending - r.num_planned > 1
+        ]
+        for request in growing:
             if request.status is Status.RUNNING and self._needs(request) > self._kv.num_available:
                 leaving = self._push_out(request, self._comes_before, self._lacks_memory)
                 if leaving is not None:
                     return leaving
         head = self.next(now)
-        if head is None:
+        if head is None or head is self._in_vain:
             return None
         before = self.totals.preemptions
         leaving = self._push_out(head, self._outranks, lambda request, without: bool(self._lack(request, without)))
         if self.totals.preemptions > before:
             self._favoured = head
+        elif leaving is None and head is self._stuck and not self._shares:  # whose counters change with every step
+            self._in_vain = head
         return leaving
 
     def _push_out(
@@ -342,11 +350,11 @@ class Boarding:
     def leave_queue(self, request: Request) -> None:
         """A request that waits ends."""
         self.waiting.remove(request)
-        self._stuck = None
+        self.retry()
 
     def retry(self) -> None:
         """Something has changed that may let the head of the queue board."""
-        self._stuck = None
+        self._stuck = self._in_vain = None
 
     def bind(self, request: Request | None, why: str) -> None:
         """Notes for want of what the head of the queue waits; as an event of its life when that changes."""
