@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from random import Random
 from typing import Any
 
 import pytest
 
+from chairlift.core.clock import VirtualClock
 from chairlift.core.deadlines import Deadlines
+from chairlift.core.engine import Engine
 from chairlift.core.gates import MOST_SPANS, Optimistic, Peak, _Future
 from chairlift.core.kv import Hit
-from chairlift.core.order import PATIENCE, make_order
-from chairlift.core.pace import MIN_STEPS, Pace, Work
-from chairlift.core.plan import BlockOpKind, Event, StepPlan, StepRecord, StepResult, StepStats
+from chairlift.core.order import PATIENCE, Order, make_order
+from chairlift.core.pace import MIN_STEPS, MOST_RATIO, Pace, Work
+from chairlift.core.plan import BlockOpKind, Event, Output, StepItem, StepPlan, StepRecord, StepResult, StepStats
+from chairlift.core.policy import Checked, Chunked, Group
+from chairlift.core.ports import Message, Report
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.recorder import FlightRecorder
-from chairlift.core.request import FinishReason, Request, SamplingParams
+from chairlift.core.request import FinishReason, Request, SamplingParams, Status
 from chairlift.core.shares import Shares
-from chairlift.errors import RequestRefused
+from chairlift.errors import ConfigError, RequestRefused, StepFailed
+from chairlift.sim.shadow import ShadowExecutor
 
 MakeRig = Callable[..., Any]
 MakeRequest = Callable[..., Request]
 MakeStore = Callable[..., Any]
+Share = Callable[[StepPlan], dict[str, int]]
 
 
 # -- requests
@@ -191,6 +198,17 @@ def test_pinned_blocks_are_not_for_requests(make_rig: MakeRig) -> None:
     assert len(rig.tokens("longest")) == 2 and rig.ends("longest") == [FinishReason.LENGTH]
 
 
+@pytest.mark.parametrize("search", [False, True])
+def test_a_promise_is_no_greater_than_what_may_be_needed(make_rig: MakeRig, search: bool) -> None:
+    """Three share a whole block and a part of one: each may need a third, and two a copy of the second."""
+    params = {"use_beam_search": True, "temperature": 0.0} if search else {}
+    rig = make_rig(admission="reserve", caching=False)
+    rig.add("a", 6, n=3, max_tokens=6, **params)
+    rig.step()
+    assert len(rig.scheduler.running) == 3 and rig.kv.reserved == 3 + 2
+    rig.run()
+
+
 # -- boarding and preemption
 
 
@@ -232,6 +250,19 @@ def test_all_samples_must_keep_the_target(make_rig: MakeRig) -> None:
     rig.run()
 
 
+def test_a_prompt_aboard_goes_on_whatever_the_target(make_rig: MakeRig, share: Share) -> None:
+    """M2: it holds memory that others wait for."""
+    rig = make_rig(slo_itl=0.01)
+    rig.add("a", 4, max_tokens=30)
+    rig.step()
+    rig.add("long", 60, max_tokens=2)
+    rig.step()
+    for tokens in range(1, 4 * MIN_STEPS):
+        rig.scheduler.pace.learn(Work().plus(0, tokens), 1.0 + tokens)
+    assert share(rig.step()) == {"a": 1, "long": 4}
+    rig.run()
+
+
 def test_who_cannot_board_is_not_tried_in_vain(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 14: until something is given back, a full engine's step does nothing for those who wait."""
     rig = make_rig(max_num_seqs=4, num_blocks=8)
@@ -243,6 +274,153 @@ def test_who_cannot_board_is_not_tried_in_vain(make_rig: MakeRig, monkeypatch: p
     monkeypatch.setattr(rig.kv, "lookup", None)
     for _ in range(5):
         rig.step()
+
+
+def test_padding_leaves_the_samples_what_they_were_promised(make_rig: MakeRig) -> None:
+    """Beside the longest prompt there is room for the padding or for the samples, not for both: somebody waits."""
+    rig = make_rig("static", num_blocks=18)
+    rig.add("three", 3, n=3, max_tokens=5)
+    rig.add("long", 32, max_tokens=1)
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions == 0
+
+
+def test_a_failed_step_is_no_preemption(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S4, O3: who only has to begin again is not the nearer to being protected for it."""
+    rig = make_rig()
+    request = rig.add("a", 4, max_tokens=4)
+    rig.step()
+    plan = rig.scheduler.schedule(0.0)
+    monkeypatch.setattr(rig.executor, "fails", lambda plan: True)
+    with pytest.raises(StepFailed):
+        rig.executor.result(rig.executor.submit(plan))
+    monkeypatch.undo()
+    assert rig.scheduler.fail(plan, "broken") == []
+    assert request.status is Status.PREEMPTED and request.num_preemptions == 0
+    assert rig.scheduler.stats().total_preemptions == 0
+    rig.run()
+
+
+class Picky(ShadowExecutor):
+    """Fails each step in which somebody's token is computed, and not its prompt."""
+
+    hates: Callable[[StepItem], bool]
+
+    def fails(self, plan: StepPlan) -> bool:
+        return any(self.hates(item) and item.start + len(item.token_ids) > item.num_prompt for item in plan.items)
+
+
+def run_with_failures(rig: Any, most_steps: int = 100) -> None:
+    for _ in range(most_steps):
+        if not rig.scheduler.has_work:
+            break
+        plan = rig.scheduler.schedule(0.0)
+        try:
+            result = rig.executor.result(rig.executor.submit(plan))
+        except StepFailed:
+            rig.outputs += rig.scheduler.fail(plan, "broken")
+        else:
+            rig.outputs += rig.scheduler.commit(plan, result, 0.0)
+    rig.check_empty()
+
+
+def test_a_search_whose_steps_fail_ends(make_rig: MakeRig) -> None:
+    """D4: its beams are dropped at each failure, and the failures are not forgotten with them."""
+    rig = make_rig(executor=Picky)
+    rig.executor.hates = lambda item: item.params.use_beam_search
+    rig.add("search", 4, n=2, use_beam_search=True, temperature=0.0, max_tokens=8)
+    rig.add("other", 4, max_tokens=8)
+    run_with_failures(rig)
+    assert rig.ends("search") == rig.ends("search", 1) == [FinishReason.ERROR]
+    assert rig.ends("other") == [FinishReason.LENGTH]
+
+
+def test_a_sample_that_gets_on_does_not_acquit_the_other(make_rig: MakeRig) -> None:
+    """D4: they are tried together, and while one's prompt is computed again in pieces the other gets past the fault."""
+    rig = make_rig(executor=Picky, budget=4, max_num_seqs=4, caching=False)
+    rig.executor.hates = lambda item: item.index == 1
+    rig.add("two", 8, n=2, max_tokens=30)
+    rig.add("other", 4, max_tokens=8)
+    run_with_failures(rig)
+    assert rig.ends("two", 1) == [FinishReason.ERROR] and rig.ends("other") == [FinishReason.LENGTH]
+
+
+def test_who_was_served_more_pushes_out_nobody(make_rig: MakeRig) -> None:
+    """S4, S5: whatever its class. The tenant that makes way would be the next to board, and so on for ever."""
+    rig = make_rig(fair=True, order="priority", max_num_seqs=1)
+    rig.add("big", 40, max_tokens=2, tenant="A", priority=5)
+    rig.run()
+    rig.add("b", 4, max_tokens=10, tenant="B", priority=5)
+    rig.step()
+    rig.add("a", 4, max_tokens=2, tenant="A", priority=0)
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions == 0
+
+
+def test_others_make_way_for_one_and_it_boards(make_rig: MakeRig) -> None:
+    """While no slot is free the first in line is chosen without a look at its prefix; it keeps the place it got."""
+    rig = make_rig(fair=True, order="longest-prefix", max_num_seqs=2)
+    rig.add("cached", range(20), max_tokens=1, tenant="B")
+    rig.run()
+    for id in ("a1", "a2"):
+        rig.add(id, 4, max_tokens=40, tenant="A")
+    for _ in range(30):
+        rig.step()
+    rig.add("first", 20, max_tokens=2, tenant="B")
+    rig.add("known", [*range(20), 1], max_tokens=2, tenant="B")
+    rig.step()
+    assert [request.id for request in rig.scheduler.running.values()] == ["a1", "first"]
+    rig.run()
+
+
+def test_who_makes_way_gives_its_memory_to_peak(make_rig: MakeRig) -> None:
+    """S3: the gate looks ahead as if those who are to leave had left, and given back what they hold."""
+    rig = make_rig(admission="peak", order="priority", num_blocks=19, caching=False)
+    rig.add("stays", 4, max_tokens=8, priority=0)
+    rig.add("low", 20, max_tokens=40, priority=5)
+    rig.step()
+    rig.add("high", 20, max_tokens=40, priority=0)
+    rig.step()
+    assert rig.tokens("high")
+    rig.run()
+
+
+def test_a_decode_waits_for_a_lower_class_no_longer_than_a_step_in_flight(make_rig: MakeRig) -> None:
+    """S3: with two steps in flight, who is to make way is left out of one, and leaves before the next."""
+    rig = make_rig(order="priority", num_blocks=3, block_size=16, max_model_len=48, caching=False)
+    rig.add("low", 18, max_tokens=20, priority=5)
+    rig.add("high", 15, max_tokens=10, priority=0)
+    flights, steps, scheduler = deque[Any](), [], rig.scheduler
+    while scheduler.has_work or flights:
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            flights.append((plan, rig.executor.submit(plan)))
+            steps.append("high" in {item.request_id for item in plan.items})
+        if plan is None or len(flights) == 2:
+            plan, handle = flights.popleft()
+            rig.outputs += scheduler.commit(plan, rig.executor.result(handle), 0.0)
+    assert scheduler.stats().total_preemptions > 0
+    waits = "".join("x" if here else " " for here in steps).strip().split("x")
+    assert max(map(len, waits)) <= 2, "steps without it, in a row"
+
+
+def test_half_of_the_cache_can_be_pinned(make_rig: MakeRig) -> None:
+    """To compute a prefix once takes as much again. What is refused changes nothing."""
+    rig = make_rig(num_blocks=10, max_model_len=40)
+    with pytest.raises(RequestRefused, match="half"):
+        rig.scheduler.pin(range(20))
+    assert rig.kv.num_pinned == 0 and not rig.scheduler.has_work
+    rig.scheduler.pin(range(16))
+    assert rig.kv.num_pinned == 4
+
+
+def test_a_pin_leaves_those_who_are_here_what_they_need(make_rig: MakeRig) -> None:
+    """M1: a request that came in must be able to run."""
+    rig = make_rig(num_blocks=10, max_model_len=40)
+    rig.add("large", 28, max_tokens=4)
+    with pytest.raises(RequestRefused, match="pin it first"):
+        rig.scheduler.pin(range(12))
+    rig.run()
 
 
 # -- peak
@@ -299,6 +477,18 @@ def test_peak_counts_on_those_who_end(make_rig: MakeRig) -> None:
     assert rig.scheduler.stats().total_preemptions == 0
 
 
+def test_peak_is_asked_again_when_a_prompt_is_done(make_rig: MakeRig) -> None:
+    """From then on it is known when its samples end, though nothing was given back."""
+    rig = make_rig(admission="peak", num_blocks=9, caching=False)
+    rig.add("two", 8, n=2, max_tokens=4)
+    rig.add("long", 4, max_tokens=24)
+    rig.step()
+    assert rig.scheduler.stats().binding == "gate"
+    rig.step()
+    assert rig.tokens("long") and not rig.ends("two")
+    rig.run()
+
+
 def test_peak_foresees_the_copies_of_samples(make_rig: MakeRig) -> None:
     """Three samples share a block that is not full; two of them need another for their next token."""
     rig = make_rig("continuous", admission="peak", num_blocks=5, caching=False)
@@ -341,6 +531,126 @@ def test_many_steps_that_are_all_alike_leave_the_model_sound() -> None:
     for tokens in range(1, 200):
         pace.learn(Work(tokens, 100 * tokens), 0.002 + 0.001 * tokens)
     assert pace.seconds(Work(100, 10_000)) == pytest.approx(0.102, rel=0.01)
+
+
+def test_a_step_that_strays_far_does_not_rule_the_next_hundred() -> None:
+    """S2: one that took a hundred times as long is bad luck, not a measure."""
+    pace = Pace()
+    for tokens in range(1, 60):
+        pace.learn(Work(tokens, 100 * tokens), 0.001 * tokens)
+    pace.learn(Work(30, 3000), 3.0)
+    assert pace.safe_seconds(Work(30, 3000)) == pytest.approx(MOST_RATIO * pace.seconds(Work(30, 3000)))
+
+
+def test_a_target_without_room_for_slow_steps_is_kept_for_most() -> None:
+    """M2: a prompt must go on though no chunk is safe: by what the model foresees, and by some tokens in any case."""
+    pace = Pace()
+    for tokens in range(1, 60):
+        pace.learn(Work(tokens, 100 * tokens), 0.001 * tokens)
+    pace._ratios.extend([2.0])
+    assert pace.chunk(Work(), 0, 100, 0.0) == 0
+    assert pace.chunk(Work(), 0, 100, 0.0, least=4) == 4 and pace.chunk(Work(), 0, 3, 0.0, least=4) == 3
+    decodes = Work(20, 2000)
+    assert pace.safe_seconds(decodes) == pytest.approx(0.04, rel=0.01)
+    assert 8 <= pace.chunk(decodes, 0, 100, 0.03) <= 11, "not safe, and kept by a step like most"
+    assert pace.chunk(decodes, 0, 100, 0.05) <= 6, "safe"
+
+
+# -- policies
+
+
+class Odd(Chunked):
+    """Does whatever it is told to."""
+
+    named: Sequence[Request] = ()
+    pad: Any = 0
+
+    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
+        yield Group(self.named)
+
+    def padding(self, request: Request) -> int:
+        return self.pad
+
+
+def test_a_policy_names_only_who_runs(make_request: MakeRequest) -> None:
+    odd = Odd(Optimistic(), Order())
+    checked, (runs, strange) = Checked(odd, "odd.Odd"), (make_request(id) for id in "ab")
+    odd.named = [runs]
+    assert [list(group.running) for group in checked.groups([], [runs], 4)] == [[runs]]
+    odd.named = [runs, strange]
+    with pytest.raises(ConfigError, match=r"odd\.Odd.*one that does not run"):
+        list(checked.groups([], [runs], 4))
+
+
+@pytest.mark.parametrize(("pad", "padding"), [(3, 3), (100, 6), (-2, 0), ("many", 0), (None, 0)])
+def test_a_policys_padding_is_held_to_what_there_is(make_request: MakeRequest, pad: Any, padding: int) -> None:
+    odd, request = Odd(Optimistic(), Order()), make_request("a", 4)
+    odd.pad, request.max_len = pad, 10
+    assert Checked(odd, "odd.Odd").padding(request) == padding
+
+
+# -- time
+
+
+def test_an_engine_that_runs_does_not_wait_for_more(make_rig: MakeRig) -> None:
+    """--max-batch-delay-ms is for an idle engine: once it runs, nobody waits for a batch to fill."""
+    rig = make_rig(max_num_seqs=3, max_batch_delay=1.0)
+    for id in "abc":
+        rig.add(id, 4, max_tokens=3 if id == "a" else 9)
+    for _ in range(3):
+        rig.step()
+    rig.now = 0.1
+    rig.add("d", 4, max_tokens=2)
+    assert "d" in {item.request_id for item in rig.step().items}
+
+
+class Quiet:
+    """A source without messages, and a sink that does not listen."""
+
+    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
+        return ()
+
+    def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
+        pass
+
+    def answer(self, report: Report) -> None:
+        pass
+
+
+class Closing(ShadowExecutor):
+    """Notes its end; its last step may fail."""
+
+    closed = False
+    broken = False
+
+    def fails(self, plan: StepPlan) -> bool:
+        return self.broken
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_closing_saves_the_prefixes_and_closes_the_executor(make_rig: MakeRig, broken: bool) -> None:
+    """D5: the last plan is executed; if that fails nothing is kept, and all is closed as well."""
+    rig = make_rig(executor=Closing, disk_blocks=8)
+    rig.add("a", 12, max_tokens=2)
+    rig.run()
+    plans, submit, rig.executor.broken = [], rig.executor.submit, broken
+    rig.executor.submit = lambda plan: plans.append(plan) or submit(plan)
+    Engine(rig.scheduler, rig.executor, Quiet(), Quiet(), VirtualClock()).close()
+    assert [op.kind for plan in plans for op in plan.block_ops] == [BlockOpKind.SWAP_OUT] * 3
+    assert rig.executor.closed
+
+
+def test_time_stands_still_while_the_clock_is_behind(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was late stays late, and no step takes less than no time."""
+    rig, clock = make_rig(), VirtualClock(10.0)
+    engine = Engine(rig.scheduler, rig.executor, Quiet(), Quiet(), clock)
+    monkeypatch.setattr(clock, "now", lambda: 4.0)
+    rig.add("a", 4, max_tokens=2)
+    engine.step()
+    assert rig.scheduler._now == 10.0
 
 
 # -- the flight recorder
