@@ -141,7 +141,7 @@ class World:
         """Beams share what is the same in both, and nothing else: there are as many blocks as there are different
         beginnings, cut at the ends of blocks."""
         searches: dict[str, list[Request]] = {}
-        for request in self.scheduler.live:
+        for request in self.scheduler.sequences:
             if request.params.use_beam_search and request.block_table:
                 searches.setdefault(request.id, []).append(request)
         for beams in searches.values():
@@ -230,7 +230,7 @@ def draw_world(seed: int) -> tuple[World, list[Request]]:
     roomy = Scheduler(Capacity(100 * whole, block_size, MAX_MODEL_LEN, windows=windows), make_policy(policy), settings)
     for request in requests:
         request.max_len = min(MAX_MODEL_LEN, request.num_prompt + (request.params.max_tokens or MAX_MODEL_LEN))
-    needed = max(roomy.kv.full_blocks(request) for request in requests)
+    needed = max(roomy.kv.layout.full_blocks(request) for request in requests)
     world = World(
         Capacity(
             needed + rng.choice((0, 0, 1, 3, needed)),
@@ -297,7 +297,7 @@ def test_beams_to_come_keep_their_memory(make_rig: MakeRig) -> None:
     rig = make_rig(admission="reserve", num_blocks=30, block_size=1)
     rig.executor.vocab_size = 2
     request = rig.add("a", 4, n=4, use_beam_search=True, temperature=0.0, max_tokens=6)
-    assert rig.kv.full_blocks(request) == 28
+    assert rig.kv.layout.full_blocks(request) == 28
     other = rig.add("b", 4, max_tokens=4)
     for _ in range(2):
         rig.step()

@@ -172,7 +172,7 @@ def test_deadlines_that_were_met_are_forgotten(make_rig: MakeRig) -> None:
         rig.add(f"r{i}", 4, max_tokens=1, deadline_ms=1e9, ttft_ms=1e6)
         rig.step()
         rig.scheduler.expire(0.0)
-        assert len(rig.scheduler._deadlines._entries) <= 2 * len(rig.scheduler._live) + 66
+        assert len(rig.scheduler._deadlines._entries) <= 2 * len(rig.scheduler.sequences.by_id) + 66
     rig.check_empty()
 
 

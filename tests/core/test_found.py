@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.core.clock import VirtualClock
 from chairlift.core.engine import Engine
-from chairlift.core.kv import most_held
+from chairlift.core.layout import most_held
 from chairlift.core.order import make_order
 from chairlift.core.plan import Capacity, StepPlan
 from chairlift.core.policy import Chunked, Group, make_policy

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from chairlift.core.gates import Optimistic, Peak, Reserve, make_gate
-from chairlift.core.kv import NO_BLOCK, Hit, KVManager
+from chairlift.core.kv import Hit, KVManager
+from chairlift.core.layout import NO_BLOCK
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError, RequestRefused
 
@@ -157,9 +158,10 @@ class Compared(Peak):
     def fits(self, request: Request, hit: Hit, running: Sequence[Request], kv: KVManager, **how: Any) -> bool:
         verdict = super().fits(request, hit, running, kv, **how)
         promised = sum(
-            max(0, kv.full_blocks(other) - sum(block != NO_BLOCK for block in other.block_table)) for other in running
+            max(0, kv.layout.full_blocks(other) - sum(block != NO_BLOCK for block in other.block_table))
+            for other in running
         )
-        reserve = kv.full_blocks(request) + promised <= kv.num_available
+        reserve = kv.layout.full_blocks(request) + promised <= kv.num_available
         assert verdict or not reserve, "reserve admits what peak does not"
         self.asked += 1
         self.more += verdict and not reserve

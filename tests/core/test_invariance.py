@@ -394,7 +394,7 @@ def run(
     while engine.step() or client.events:
         steps += 1
         assert steps <= most_steps(workload, config, jobs, cancels), "no progress"
-    assert not scheduler._live and scheduler.boarding.slots_used == 0 and scheduler.waiting.num_preempted == 0
+    assert not scheduler.sequences.by_id and scheduler.boarding.slots_used == 0 and scheduler.waiting.num_preempted == 0
     assert scheduler.kv.reserved == 0 and scheduler.kv.pool.num_free == config.num_blocks, "leaked"
     assert all(tier.pool.num_free == tier.pool.num_blocks for tier in scheduler.kv.tiers), "leaked where it swaps to"
     scheduler.kv.check([])

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.kv import NO_BLOCK, NO_HIT, KVManager
+from chairlift.core.kv import NO_HIT, KVManager
+from chairlift.core.layout import NO_BLOCK
 from chairlift.core.plan import BlockOp, BlockOpKind
 from chairlift.core.request import Request, Reservation
 
@@ -388,8 +389,8 @@ def test_rule_14_each_block_is_hashed_once(
 ) -> None:
     store = make_store()
     digests: list[bytes] = []
-    digest = store.kv._digest
-    monkeypatch.setattr(store.kv, "_digest", lambda data: digests.append(data) or digest(data))
+    digest = store.kv._hashes._digest
+    monkeypatch.setattr(store.kv._hashes, "_digest", lambda data: digests.append(data) or digest(data))
     request = make_request("a", 15)
     for _ in range(5):
         store.kv.lookup(request)

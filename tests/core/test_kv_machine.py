@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from chairlift.core.kv import NO_BLOCK
+from chairlift.core.layout import NO_BLOCK
 from chairlift.core.plan import BlockOpKind
 from chairlift.core.request import Request
 
@@ -107,7 +107,7 @@ class KVMachine(RuleBasedStateMachine):
         self.count += 1
         request = self.make_request(str(self.count), tokens, tenant=tenant)
         request.max_len = len(tokens) + extra
-        self.board(request, n, self.kv.full_blocks(request) if promise or extra else 0, promise, headroom)
+        self.board(request, n, self.kv.layout.full_blocks(request) if promise or extra else 0, promise, headroom)
 
     @precondition(lambda self: self.swapped)
     @rule(which=picks, n=picks, promise=st.booleans())
@@ -116,7 +116,7 @@ class KVMachine(RuleBasedStateMachine):
         if request.num_swapped == len(request.token_ids):
             request.token_ids.append(1)
         request.max_len = max(request.max_len, len(request.token_ids))
-        if self.board(request, n, self.kv.full_blocks(request) if promise else 0, promise, 0):
+        if self.board(request, n, self.kv.layout.full_blocks(request) if promise else 0, promise, 0):
             self.swapped.remove(request)
             assert not any(address != NO_BLOCK for address in request.host_table)
 
@@ -154,7 +154,7 @@ class KVMachine(RuleBasedStateMachine):
         request.max_len = len(tokens) + extra
         left = len(tokens) - self.kv.lookup(request).num_tokens
         if left <= self.max_chunk:
-            self.board(request, left - 1, self.kv.full_blocks(request), True, 0)
+            self.board(request, left - 1, self.kv.layout.full_blocks(request), True, 0)
         if request in self.running:
             self.running += [self.store.fork(request, index=index) for index in range(1, n)]
             self.kv.settle(request)

@@ -62,8 +62,8 @@ def test_full_blocks_suffice_for_all_samples(
     for one_by_one in (False, True):
         request = make_request("a", prompt, n=n)
         request.max_len = prompt + output
-        store = make_store(make_store().kv.full_blocks(request))
-        store.compute(request, total=store.kv.full_blocks(request))
+        store = make_store(make_store().kv.layout.full_blocks(request))
+        store.compute(request, total=store.kv.layout.full_blocks(request))
         assert store.kv.num_available == 0
         samples = [request, *(store.fork(request, index=i) for i in range(1, n))]
         store.kv.settle(request)
@@ -82,7 +82,7 @@ def test_samples_share_a_promise_and_give_back_what_none_of_them_needs(
     store = make_store(20)
     request = make_request("a", 6, n=3)
     request.max_len = 14
-    store.compute(request, total=store.kv.full_blocks(request))
+    store.compute(request, total=store.kv.layout.full_blocks(request))
     samples = [request, *(store.fork(request, index=i) for i in (1, 2))]
     store.kv.settle(request)
     assert store.kv.reserved == 3 * 2 + 2

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.kv import NO_BLOCK, NO_HIT
+from chairlift.core.kv import NO_HIT
+from chairlift.core.layout import NO_BLOCK
 from chairlift.core.plan import BlockOpKind
 from chairlift.core.request import Request
 
@@ -126,7 +127,7 @@ def test_a_block_that_was_swapped_half_full_stays_its_own(make_request: MakeRequ
     store = make_store(10, host_blocks=4)
     request = make_request("a", range(8))
     store.kv.lookup(make_request("x", range(8)))
-    store.kv._hash(request, 1)  # as lookups of longer prompts do
+    store.kv._hashes.hash(request, 1)  # as lookups of longer prompts do
     assert store.board(request, 6)
     store.commit(request)
     assert store.swap_out(request)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.kv import NO_BLOCK
+from chairlift.core.layout import NO_BLOCK
 from chairlift.core.plan import BlockOpKind
 from chairlift.core.request import Request
 
@@ -69,9 +69,9 @@ def test_a_long_request_needs_little_memory_when_all_layers_slide(
     while request.num_computed < 60:
         assert store.grow(request, 4)
         store.commit(request)
-        assert len(rows(request, 1, 0)) <= 3 <= store.kv.held(60, prefilling=True) <= 4
+        assert len(rows(request, 1, 0)) <= 3 <= store.kv.layout.held(60, prefilling=True) <= 4
     store.append(request, *range(100))
-    assert len(rows(request, 1, 0)) <= 2 <= store.kv.held(160) <= 3
+    assert len(rows(request, 1, 0)) <= 2 <= store.kv.layout.held(160) <= 3
     assert request.num_slid >= 38
 
 
@@ -100,9 +100,9 @@ def test_nobody_ever_holds_more_than_is_said(
             assert store.grow(request, n)
             flight.append(n)
             length = len(request.token_ids)
-            assert sum(block != NO_BLOCK for block in request.block_table) <= kv.held(length, prefilling=True)
+            assert sum(block != NO_BLOCK for block in request.block_table) <= kv.layout.held(length, prefilling=True)
             if depth == 1 and request.num_planned > prompt + block_size:
-                assert sum(block != NO_BLOCK for block in request.block_table) <= kv.held(length)
+                assert sum(block != NO_BLOCK for block in request.block_table) <= kv.layout.held(length)
         store.commit(request, flight.pop(0))
         store.check()
 
@@ -310,7 +310,7 @@ def test_a_promise_holds_when_others_still_have_blocks_that_slid(
     pair = [make_request("a", range(21)), make_request("b", range(21))]
     for request in pair:
         request.max_len = 60
-        assert store.board(request, 1, total=kv.full_blocks(request), promise=True)
+        assert store.board(request, 1, total=kv.layout.full_blocks(request), promise=True)
         store.commit(request)
         while request.num_computed < 21:
             assert store.grow(request, min(4, 21 - request.num_computed))
@@ -331,7 +331,7 @@ def test_a_promise_holds_when_its_blocks_are_pinned(
     """They do not come back when the window has passed. Where there are no others, they are not pinned."""
     request = make_request("a", range(13))
     request.max_len = 60
-    needed = make_store(windows=(8,), max_chunk=8).kv.full_blocks(request)
+    needed = make_store(windows=(8,), max_chunk=8).kv.layout.full_blocks(request)
     store = make_store(needed + spare, windows=(8,), max_chunk=8)
     store.kv.pin(range(8))
     assert store.board(request, 8, total=needed, promise=True)
@@ -356,7 +356,7 @@ def test_samples_slide_apart_within_their_promise(
     """Three samples share their prompt's last window, in a pool of exactly what was promised to them."""
     request = make_request("a", 18, n=3)
     request.max_len = 60
-    needed = make_store(windows=windows, max_chunk=18).kv.full_blocks(request)
+    needed = make_store(windows=windows, max_chunk=18).kv.layout.full_blocks(request)
     store = make_store(needed, windows=windows, max_chunk=18)
     store.compute(request, total=needed)
     samples = [request, store.fork(request, 1), store.fork(request, 2)]
@@ -387,7 +387,7 @@ def test_promised_blocks_are_there_whatever_others_do(
             request = make_request(str(number), tokens, n=rng.choice((1, 1, 2, 3)))
             request.max_len = len(tokens) + rng.randint(1, 12)
             n = min(max_chunk, len(tokens) - kv.lookup(request).num_tokens)
-            if store.board(request, n, total=kv.full_blocks(request), promise=True):
+            if store.board(request, n, total=kv.layout.full_blocks(request), promise=True):
                 store.commit(request)
                 goals[request] = request.max_len
         for request in [request for request in store.live if rng.random() < 0.7]:
@@ -429,7 +429,9 @@ def test_reserving_never_preempts(make_rig: MakeRig, windows: tuple[int, ...], d
         return rig
 
     roomy = make(1000)
-    rig = make(max(roomy.kv.full_blocks(request) for request in roomy.scheduler.live) + rng.choice((0, 2, 5)))
+    rig = make(
+        max(roomy.kv.layout.full_blocks(request) for request in roomy.scheduler.sequences) + rng.choice((0, 2, 5))
+    )
     flights: list[Any] = []
     while rig.scheduler.has_work or flights:
         plan = rig.scheduler.schedule(0.0)

@@ -33,8 +33,13 @@ NEAR = {
     "boarding": ("policy", "order", "preemption", "pace", "shares"),
     "gates": ("policy", "promises", "gates"),
     "kv": ("kv", "tiers", "windows", "promises", "preemption"),
+    "layout": ("kv", "windows", "promises", "beams"),
+    "planner": ("scheduler", "policy", "pace", "preemption"),
+    "prefix": ("kv",),
     "request": ("request", "scheduler", "deadlines"),
     "scheduler": ("scheduler", "policy", "deadlines", "delay", "failures", "beams"),
+    "searches": ("beams",),
+    "sequences": ("scheduler", "shares", "beams", "failures"),
 }
 """Where the tests of a module are, if not in the one file of its name."""
 

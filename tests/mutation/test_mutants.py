@@ -18,7 +18,7 @@ GRAVEST = (
     "kv: a window is freed a block early",
     "kv: the last block is not swapped out",
     "batch: a draw is known by the number of the next",
-    "scheduler: who was just pushed out is planned",
+    "planner: who was just pushed out is planned",
     "beams: the worst go on",
 )
 """Each gives a client a wrong answer."""

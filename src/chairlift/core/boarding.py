@@ -39,7 +39,7 @@ class Boarding:
     Attributes:
         running: in the order of boarding.
         slots_used: a request of n samples takes n slots from the start.
-        binding: for want of what the head of the queue waits, a word of recorder.EXPLANATIONS; empty if nobody waits.
+        binding: for want of what the head of the queue waits, a word of recorder.REASONS; empty if nobody waits.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ class Boarding:
     def _needs(self, request: Request) -> int:
         """Blocks that a running request still needs for the tokens it has, and was not promised."""
         if request.num_remaining > 1:
-            needed = self._kv.held(len(request.token_ids), prefilling=True) - self._kv.num_held(request)
+            needed = self._kv.layout.held(len(request.token_ids), prefilling=True) - self._kv.num_held(request)
         else:
-            needed = self._kv.num_groups if request.num_planned >= request.writable_end else 0
+            needed = self._kv.layout.num_groups if request.num_planned >= request.writable_end else 0
         return needed - (request.reservation.left if request.reservation else 0)
 
     def _lacks_memory(self, request: Request, without: Sequence[Request]) -> bool:
@@ -234,8 +234,6 @@ class Boarding:
         self.bind(request if why else None, why)
         if why in ("slots", "blocks", "gate"):
             self._stuck = request
-        if request is self._favoured:  # it had its chance
-            self._favoured = None
         return not why
 
     def _outranks(self, waiting: Request, running: Request) -> bool:
@@ -257,7 +255,7 @@ class Boarding:
         hit = self._kv.lookup(request)
         total = gate.total(request, self._kv)
         padding = self._padding(request, total)
-        n = min(self._policy.quota(len(request.token_ids) - hit.num_tokens + padding, batch.left), batch.left) - padding
+        n = self._policy.quota(len(request.token_ids) - hit.num_tokens + padding, batch.left) - padding
         if n <= 0:
             return "tokens"
         running = list(self.running.values())
@@ -288,7 +286,7 @@ class Boarding:
         """The policy's gate, but for those who must not lose their memory: if it can be promised at all (of many
         samples only the longest must fit), it is."""
         often = request.num_preemptions >= self._settings.max_preemptions
-        if request.params.use_beam_search or (often and self._kv.full_blocks(request) <= self.room):
+        if request.params.use_beam_search or (often and self._kv.layout.full_blocks(request) <= self.room):
             return _RESERVE
         return self._policy.gate
 
@@ -331,7 +329,7 @@ class Boarding:
     def _padding_blocks(self, request: Request, padding: int) -> int:
         """Blocks that padding takes beyond the greatest length, of no use to the samples."""
         padded = max(request.max_len, len(request.token_ids) + padding)
-        return self._kv.held(padded, prefilling=True) - self._kv.held(request.max_len, prefilling=True)
+        return self._kv.layout.held(padded, prefilling=True) - self._kv.layout.held(request.max_len, prefilling=True)
 
     # -- leaving
 
@@ -339,6 +337,16 @@ class Boarding:
         """A running request gives back its slots; its memory it has given back."""
         del self.running[request.key]
         self.give_back_slots(request)
+
+    def join(self, sample: Request) -> None:
+        """A sample forked from its prompt runs at once: its slot was taken with the prompt."""
+        sample.status = Status.RUNNING
+        self.running[sample.key] = sample
+
+    def drop(self, sample: Request) -> None:
+        """A running one leaves, and its slot stays with its request."""
+        del self.running[sample.key]
+        self.retry()
 
     def give_back_slots(self, request: Request) -> None:
         """As many as it has samples."""

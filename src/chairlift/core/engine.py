@@ -109,28 +109,26 @@ class Engine:
             self._recover(flight, failure)
             return
         now = self._time()
-        outputs = self.scheduler.commit(flight.plan, result, now)
-        stats = self.scheduler.stats()
-        self._sink.put(outputs, stats)
-        self._record(StepRecord(flight.plan, result, tuple(outputs), stats, flight.started, now, self._events()))
-
-    def _record(self, record: StepRecord) -> None:
-        self.flight_recorder.add(record)
+        record = self._publish(flight, result, self.scheduler.commit(flight.plan, result, now), now)
         if self._recorder:
             self._recorder(record)
+
+    def _publish(self, flight: _Flight, result: StepResult, outputs: list[Output], now: float) -> StepRecord:
+        """What came of a step goes out, and into the flight recorder."""
+        stats = self.scheduler.stats()
+        self._sink.put(outputs, stats)
+        events = self.scheduler.take_events()
+        record = StepRecord(flight.plan, result, tuple(outputs), stats, flight.started, now, events)
+        self.flight_recorder.add(record)
+        return record
 
     def _recover(self, failed: _Flight, failure: StepFailed) -> None:
         """A step failed: all others in flight are waited for and thrown away, and all is computed again."""
         while self._in_flight:
             self._discard(self._in_flight.popleft())
         outputs = self.scheduler.fail(failed.plan, str(failure))
-        stats = self.scheduler.stats()
-        self._sink.put(outputs, stats)
         nothing = StepResult(failed.plan.step_id, (), ())
-        now = self._time()
-        self.flight_recorder.add(
-            StepRecord(failed.plan, nothing, tuple(outputs), stats, failed.started, now, self._events())
-        )
+        self._publish(failed, nothing, outputs, self._time())
 
     def _discard(self, flight: _Flight) -> None:
         with suppress(StepFailed):
@@ -160,9 +158,6 @@ class Engine:
                 case Pin(token_ids):
                     self.scheduler.pin(token_ids)
         return ended
-
-    def _events(self) -> tuple[Any, ...]:
-        return self.scheduler.take_events()
 
     def _time(self) -> float:
         """The clock's time; should the clock go back, time stands still."""

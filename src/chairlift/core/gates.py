@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from chairlift.core.kv import NO_BLOCK, Hit, KVManager
+from chairlift.core.kv import Hit, KVManager
+from chairlift.core.layout import NO_BLOCK
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError
 
@@ -62,7 +63,7 @@ class Optimistic:
         self.watermark = watermark
 
     def total(self, request: Request, kv: KVManager) -> int:
-        return kv.held(len(request.token_ids), prefilling=True)
+        return kv.layout.held(len(request.token_ids), prefilling=True)
 
     def headroom(self, kv: KVManager) -> int:
         return int(self.watermark * kv.pool.num_blocks)
@@ -87,7 +88,7 @@ class Reserve:
     preempts = False
 
     def total(self, request: Request, kv: KVManager) -> int:
-        return kv.full_blocks(request)
+        return kv.layout.full_blocks(request)
 
     def headroom(self, kv: KVManager) -> int:
         return 0
@@ -124,7 +125,7 @@ class Peak:
     preempts = False
 
     def total(self, request: Request, kv: KVManager) -> int:
-        return kv.held(len(request.token_ids), prefilling=True)
+        return kv.layout.held(len(request.token_ids), prefilling=True)
 
     def headroom(self, kv: KVManager) -> int:
         return 0
@@ -147,7 +148,7 @@ class Peak:
         futures = [_Future.of(other, kv, shared) for other in running if not other.reservation]
         room = kv.num_available + freed - revived
         if promised:
-            room -= max(0, kv.full_blocks(request) - kv.lasting(hit.table, 0))
+            room -= max(0, kv.layout.full_blocks(request) - kv.lasting(hit.table, 0))
         else:
             taken = kv.lasting(hit.table, 0)
             futures.append(_Future(kv, request, taken=taken, private=0, prefilling=True))
@@ -186,10 +187,11 @@ class _Future:
 
     def growth(self, t: int) -> int:
         length = self._length + min(t, self.steps)
-        held = self._kv.held(length, self._prefilling)
+        layout = self._kv.layout
+        held = layout.held(length, self._prefilling)
         if self._samples > 1:  # whole prompt blocks are shared, and a last one that is not whole is copied
-            shared = self._kv.held(self._prompt - self._prompt % self._kv.block_size)
-            held = max(held, shared + self._samples * (self._kv.held(length) - shared) + self._kv.num_groups)
+            shared = layout.held(self._prompt - self._prompt % layout.block_size)
+            held = max(held, shared + self._samples * (layout.held(length) - shared) + layout.num_groups)
         return max(0, held - self._taken)
 
     def blocks(self, first: int, last: int) -> int:

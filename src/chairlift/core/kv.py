@@ -17,19 +17,16 @@ as its window passes; NO_BLOCK stays in the table.
 
 from __future__ import annotations
 
-import os
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
+from chairlift.core.layout import NO_BLOCK, Layout
 from chairlift.core.plan import BlockOp, BlockOpKind, Capacity
 from chairlift.core.pool import BlockPool
+from chairlift.core.prefix import PrefixHashes, of_group
 from chairlift.core.request import Request, Reservation
 from chairlift.core.tiers import Tiers
-
-NO_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +50,6 @@ class Hit:
 NO_HIT = Hit()
 
 
-def most_held(windows: Sequence[int], length: int, block_size: int, chunk: int) -> int:
-    """Most blocks that a sequence of ``length`` positions holds at a time, over all groups, when a step computes at
-    most ``chunk`` of them (0: it decodes)."""
-    whole = -(-length // block_size)
-    return sum(min(whole, _window_blocks(window, block_size, chunk)) if window else whole for window in windows)
-
-
-def _window_blocks(window: int, block_size: int, chunk: int) -> int:
-    """Of one windowed group. A window may begin within a block, and the end of a step in flight shows what it has
-    passed; a chunk adds its own blocks."""
-    return -(-(window - 1) // block_size) + 2 - (-chunk // block_size)
-
-
 class KVManager:
     """Gives requests their blocks. Every method either does all it says or changes nothing.
 
@@ -85,64 +69,26 @@ class KVManager:
         """
         Args:
             max_chunk: most tokens of a request computed in one step.
-            secret: keys the prefix hashes, so that no client can craft a collision; random unless given.
+            secret: keys the prefix hashes; random unless given.
             disk_contents: (block of the disk, content hash) of prefixes kept from an earlier run with the same secret.
         """
         self.block_size = capacity.block_size
-        self.windows = capacity.windows
+        self.layout = Layout(capacity.windows, capacity.block_size, max_chunk)
         self.pool = BlockPool(capacity.num_blocks)
         self.tiers = Tiers(capacity, disk_contents if enable_prefix_caching else ())
         self.enable_prefix_caching = enable_prefix_caching
         self.reserved = 0
         self.num_pinned = 0  # blocks that pinned prefixes hold, or will
-        self._max_chunk = max_chunk
-        self._full = [g for g, window in enumerate(capacity.windows) if window == 0]
-        self._windowed = [(g, window) for g, window in enumerate(capacity.windows) if window > 0]
-        self._secret = os.urandom(32) if secret is None else secret
+        self._hashes = PrefixHashes(capacity.block_size, secret)
         self._pins: dict[bytes, int | None] = {}  # content of a pinned block -> the block, once it exists
-        self._public: set[bytes] = set()  # hashes of pinned beginnings, which carry no tenant's salt
         self._ops: list[BlockOp] = []
 
-    # -- sizes
+    # -- who has how much
 
     @property
     def num_available(self) -> int:
         """Blocks that anybody may take."""
         return self.pool.num_free - self.reserved
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.windows)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one group for so many positions."""
-        return -(-num_tokens // self.block_size)
-
-    def held(self, length: int, prefilling: bool = False) -> int:
-        """Most blocks that a sequence of so many positions holds at a time, over all groups."""
-        return most_held(self.windows, length, self.block_size, self._max_chunk if prefilling else 0)
-
-    def _window_blocks(self, window: int, prefilling: bool) -> int:
-        """Most blocks of a windowed group that a sequence holds at a time."""
-        return _window_blocks(window, self.block_size, self._max_chunk if prefilling else 0)
-
-    def full_blocks(self, request: Request) -> int:
-        """Blocks that all samples of a request need together when each reaches its greatest length."""
-        whole = self._whole_group(request)
-        caps = (min(whole, request.num_samples * self._window_blocks(window, True)) for _, window in self._windowed)
-        return whole * len(self._full) + sum(caps)
-
-    def _whole_group(self, request: Request) -> int:
-        """The same for one group that never gives blocks back.
-
-        Whole prompt blocks are shared by the n samples; the rest each sample has to itself. A prompt that ends within
-        a block costs one more, since any of the samples may be the first to write there.
-        """
-        n, whole = request.num_samples, self.blocks_for(request.max_len)
-        if n == 1:
-            return whole
-        shared, rest = divmod(request.num_prompt, self.block_size)
-        return shared + n * (whole - shared) + (rest > 0)
 
     def private_blocks(self, request: Request) -> int:
         """Blocks that become free when this request ends."""
@@ -165,15 +111,15 @@ class KVManager:
         others does not: it is no block more for anybody when the window has moved on. ``own``: owners that it has in
         this sequence."""
         count = sum(block != NO_BLOCK for block in table)
-        for g, _ in self._windowed:
-            row = table[g :: len(self.windows)]
+        for g, _ in self.layout.windowed:
+            row = table[g :: self.layout.num_groups]
             count -= sum(block != NO_BLOCK and self.pool.refs(block) > own for block in row)
         return count
 
     def blocks_to_copy(self, request: Request) -> int:
         """Blocks that the request's next token goes into and that it shares with other samples."""
-        first = request.num_planned // self.block_size * len(self.windows)
-        return sum(self.pool.refs(block) > 1 for block in request.block_table[first : first + len(self.windows)])
+        first = request.num_planned // self.block_size * self.layout.num_groups
+        return sum(self.pool.refs(block) > 1 for block in request.block_table[first : first + self.layout.num_groups])
 
     # -- prefix cache
 
@@ -194,10 +140,10 @@ class KVManager:
         swaps: list[tuple[int, int, bytes]] = []
         copies: list[tuple[int, int]] = []
         for i in range(end):
-            for g, window in enumerate(self.windows):
-                content = self._content(request, i, g)
+            for g, window in enumerate(self.layout.windows):
+                content = self._hashes.content(request, i, g)
                 block = self.pool.find(content)
-                if i < self._first_kept(end * self.block_size, window):
+                if i < self.layout.first_kept(end * self.block_size, window):
                     block = NO_BLOCK
                 elif block is None:
                     block, address = NO_BLOCK, self.tiers.find(content)
@@ -212,12 +158,13 @@ class KVManager:
     def _hit_length(self, request: Request, most: int) -> int:
         """Blocks of the longest hit. A full group must have all of them, a windowed one those in its last window."""
         end = most
-        if self._full:
-            end = next((i for i in range(most) if not all(self._known(request, i, g) for g in self._full)), most)
+        if self.layout.full:
+            end = next((i for i in range(most) if not all(self._known(request, i, g) for g in self.layout.full)), most)
         i = end
-        while self._windowed and i > 0:
+        while self.layout.windowed and i > 0:
             i -= 1
-            needy = [g for g, window in self._windowed if i >= self._first_kept(end * self.block_size, window)]
+            read = end * self.block_size
+            needy = [g for g, window in self.layout.windowed if i >= self.layout.first_kept(read, window)]
             if not needy:
                 break
             if not all(self._known(request, i, g) for g in needy):
@@ -225,7 +172,7 @@ class KVManager:
         return end
 
     def _known(self, request: Request, i: int, g: int) -> bool:
-        content = self._content(request, i, g)
+        content = self._hashes.content(request, i, g)
         return self.pool.find(content) is not None or self.tiers.find(content) is not None
 
     def _swapped_hit(self, request: Request) -> Hit:
@@ -233,62 +180,27 @@ class KVManager:
         table: list[int] = []
         swaps: list[tuple[int, int, bytes]] = []
         for at, address in enumerate(request.host_table):
-            i, g = divmod(at, len(self.windows))
+            i, g = divmod(at, self.layout.num_groups)
             full = self.enable_prefix_caching and (i + 1) * self.block_size <= request.num_swapped
-            content = self._content(request, i, g) if full else b""
+            content = self._hashes.content(request, i, g) if full else b""
             block = self.pool.find(content) if full else None
-            if block is not None and self.windows[g] and self.pool.refs(block):
+            if block is not None and self.layout.windows[g] and self.pool.refs(block):
                 block = None
             if address != NO_BLOCK and block is None:
                 swaps.append((at, address, content))
             table.append(NO_BLOCK if address == NO_BLOCK or block is None else block)
         return Hit(request.num_swapped, table, swaps)
 
-    def _first_kept(self, position: int, window: int) -> int:
-        """The first block that a query at this position, or a later one, still reads."""
-        return max(0, position - window + 1) // self.block_size if window else 0
-
-    def _content(self, request: Request, i: int, g: int) -> bytes:
-        """What identifies the KV of group g in the request's i-th block."""
-        content = self._hash(request, i)
-        return content + bytes((g,)) if g else content
-
-    def _hash(self, request: Request, i: int) -> bytes:
-        """Hash of the tokens in the request's i-th full block and all before it, computed once.
-
-        Salted by tenant, from the first block on that is not part of a pinned beginning.
-        """
-        hashes = request.block_hashes
-        while len(hashes) <= i:
-            before = hashes[-1] if hashes else b""
-            tokens = self._tokens(request.token_ids, len(hashes))
-            if not hashes or before in self._public:
-                content = self._digest(before + tokens)
-                if content not in self._public:
-                    content = self._digest(before + request.tenant.encode() + b"/" + tokens)
-            else:
-                content = self._digest(before + tokens)
-            hashes.append(content)
-        return hashes[i]
-
-    def _tokens(self, token_ids: Sequence[int], i: int) -> bytes:
-        return array("q", token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
-
-    def _digest(self, data: bytes) -> bytes:
-        return blake2b(data, digest_size=16, key=self._secret).digest()
-
     def pin(self, token_ids: Sequence[int]) -> None:
         """From now on the KV of this beginning is shared by all tenants, and stays once it was computed."""
-        end = len(token_ids) // self.block_size if self.enable_prefix_caching else 0
-        content = b""
-        for i in range(end):
-            content = self._digest(content + self._tokens(token_ids, i))
-            self._public.add(content)
-            for g, window in enumerate(self.windows):
-                if i >= self._first_kept(end * self.block_size, window):
-                    pinned = content + bytes((g,)) if g else content
-                    self._pins.setdefault(pinned, None)
-                    self._hold(pinned, window)
+        if not self.enable_prefix_caching:
+            return
+        end = len(token_ids) // self.block_size * self.block_size
+        for i, content in enumerate(self._hashes.publish(token_ids)):
+            for g, window in enumerate(self.layout.windows):
+                if i >= self.layout.first_kept(end, window):
+                    self._pins.setdefault(of_group(content, g), None)
+                    self._hold(of_group(content, g), window)
         self.num_pinned = len(self._pins)
 
     def _hold(self, pinned: bytes, window: int) -> None:
@@ -325,8 +237,8 @@ class KVManager:
         """
         if self.missing(hit, n, total, headroom) > 0:
             return False
-        slots = self.blocks_for(hit.num_tokens + n)
-        added = slots * len(self.windows) - len(hit.table)
+        slots = self.layout.blocks_for(hit.num_tokens + n)
+        added = slots * self.layout.num_groups - len(hit.table)
         later = self._later(hit, n, total)
         shared = [block for block in hit.table if block != NO_BLOCK]
         for block in shared:
@@ -346,7 +258,7 @@ class KVManager:
         self._release_swapped(request)
         request.block_table, request.table = table, None
         request.num_computed = hit.num_tokens
-        request.num_indexed = min((at for at, _, _ in hit.swaps), default=len(hit.table)) // len(self.windows)
+        request.num_indexed = min((at for at, _, _ in hit.swaps), default=len(hit.table)) // self.layout.num_groups
         request.writable_end = slots * self.block_size
         if promise:
             request.reservation = Reservation(later, [request])
@@ -360,7 +272,7 @@ class KVManager:
 
     def _new(self, hit: Hit, n: int) -> int:
         """Blocks that are taken at once for ``n`` tokens after a hit."""
-        added = self.blocks_for(hit.num_tokens + n) * len(self.windows) - len(hit.table)
+        added = self.layout.blocks_for(hit.num_tokens + n) * self.layout.num_groups - len(hit.table)
         return added + len(hit.swaps) + len(hit.copies)
 
     def _later(self, hit: Hit, n: int, total: int) -> int:
@@ -372,10 +284,10 @@ class KVManager:
         end = request.num_planned + n
         if end <= request.writable_end:
             return True
-        table, groups = request.block_table, len(self.windows)
+        table, groups = request.block_table, self.layout.num_groups
         first = request.num_planned // self.block_size * groups
         copies = [at for at in range(first, min(first + groups, len(table))) if self.pool.refs(table[at]) > 1]
-        added = max(0, self.blocks_for(end) * groups - len(table))
+        added = max(0, self.layout.blocks_for(end) * groups - len(table))
         need, reservation = added + len(copies), request.reservation
         own = min(need, reservation.left) if reservation else 0
         if need - own > self.num_available:
@@ -400,22 +312,22 @@ class KVManager:
 
     def _filled(self, request: Request) -> None:
         """Indexes the blocks that are full, and gives back those whose window has passed."""
-        full, groups, table = request.num_computed // self.block_size, len(self.windows), request.block_table
+        full, groups, table = request.num_computed // self.block_size, self.layout.num_groups, request.block_table
         if self.enable_prefix_caching:
             for i in range(request.num_indexed, full):
                 for g in range(groups):
                     if table[i * groups + g] != NO_BLOCK:
-                        content = self._content(request, i, g)
+                        content = self._hashes.content(request, i, g)
                         self.pool.index(table[i * groups + g], content)
                         if content in self._pins:
-                            self._hold(content, self.windows[g])
+                            self._hold(content, self.layout.windows[g])
                             self.settle(request)  # before the next: a block of a window that stays does not come back
         request.num_indexed = full
-        if not self._windowed:
+        if not self.layout.windowed:
             return
         slid = full
-        for g, window in self._windowed:
-            first = self._first_kept(request.num_computed, window)
+        for g, window in self.layout.windowed:
+            first = self.layout.first_kept(request.num_computed, window)
             for at in range(request.num_slid * groups + g, first * groups, groups):
                 if table[at] != NO_BLOCK:
                     self.pool.drop(table[at])
@@ -428,7 +340,7 @@ class KVManager:
 
     def fork(self, parent: Request, child: Request) -> None:
         """The child shares the parent's computed tokens and its reservation."""
-        used = self.blocks_for(parent.num_computed) * len(self.windows)
+        used = self.layout.blocks_for(parent.num_computed) * self.layout.num_groups
         child.block_table = parent.block_table[:used]
         for block in child.block_table:
             if block != NO_BLOCK:
@@ -457,29 +369,29 @@ class KVManager:
 
     def _need(self, members: Sequence[Request]) -> int:
         """Most blocks that these may still take, all together."""
-        groups = len(self.windows)
+        layout, groups = self.layout, self.layout.num_groups
         whole = 0  # in a group that never gives blocks back
         partial: Counter[int] = Counter()
         for request in members:
-            whole += max(0, self._whole_group(request) - len(request.block_table) // groups)
+            whole += max(0, layout.whole_group(request) - len(request.block_table) // groups)
             if request.num_computed % self.block_size and request.writable_end <= request.num_computed:
                 partial[request.block_table[request.num_computed // self.block_size * groups]] += 1
         whole += sum(owners - 1 for owners in partial.values())  # each but the last copies it
         if members and members[0].params.use_beam_search:  # beams that the next round may add
             missing = members[0].params.width - sum(request.num_samples for request in members)
-            whole += missing * (self.blocks_for(members[0].max_len) - members[0].num_computed // self.block_size)
-        return whole * len(self._full) + sum(min(whole, self._need_of_window(members, g)) for g, _ in self._windowed)
+            whole += missing * (layout.blocks_for(members[0].max_len) - members[0].num_computed // self.block_size)
+        return whole * len(layout.full) + sum(min(whole, self._need_of_window(members, g)) for g, _ in layout.windowed)
 
     def _need_of_window(self, members: Sequence[Request], g: int) -> int:
         """What the windows of all of them may hold, less what these hold now and will give back."""
-        groups, most = len(self.windows), 0
+        groups, most = self.layout.num_groups, 0
         owners: Counter[int] = Counter()
         for request in members:
             prefilling = request.num_samples > 1 or request.num_computed < len(request.token_ids) - 1
-            window = self._window_blocks(self.windows[g], prefilling)
+            window = self.layout.window_blocks(self.layout.windows[g], prefilling)
             most += request.num_samples * window
             # What lies behind is padding, or the room of the one who computed the prompt: of no use to the others.
-            end = min(self.blocks_for(request.max_len), request.num_slid + window)
+            end = min(self.layout.blocks_for(request.max_len), request.num_slid + window)
             owners.update(request.block_table[request.num_slid * groups + g : end * groups : groups])
         del owners[NO_BLOCK]
         return max(0, most - sum(self.pool.refs(block) == count for block, count in owners.items()))
@@ -501,14 +413,14 @@ class KVManager:
 
     def swap_out(self, request: Request) -> bool:
         """Moves a request's KV to host memory, or to disk when that is full; False, with no change, if both are."""
-        groups = len(self.windows)
-        entries = request.block_table[: self.blocks_for(request.num_computed) * groups]
+        groups = self.layout.num_groups
+        entries = request.block_table[: self.layout.blocks_for(request.num_computed) * groups]
         contents: list[bytes] = []
         there: list[int | None] = []  # where a block's content already is: its hash finds it
         for at, block in enumerate(entries):
             i, g = divmod(at, groups)
             full = self.enable_prefix_caching and (i + 1) * self.block_size <= request.num_computed
-            contents.append(self._content(request, i, g) if full and block != NO_BLOCK else b"")
+            contents.append(self._hashes.content(request, i, g) if full and block != NO_BLOCK else b"")
             there.append(self.tiers.find(contents[-1]) if contents[-1] else None)
         missing = sum(block != NO_BLOCK and known is None for block, known in zip(entries, there, strict=True))
         revived = sum(address is not None and self.tiers.refs(address) == 0 for address in there)
@@ -538,8 +450,9 @@ class KVManager:
 
     def _keep(self, block: int, content: bytes) -> None:
         """Copies a cached block to the last place there is, if that has room and not the same already."""
-        if self.tiers.last_has_room and self.tiers.last_find(content) is None:
-            address = self.tiers.take(last=True)
+        last = self.tiers.last
+        if last is not None and last.pool.num_free and last.find(content) is None:
+            address = last.take()
             self._ops.append(BlockOp(BlockOpKind.SWAP_OUT, block, address, content))
             self.tiers.index(address, content)
             self.tiers.drop(address)
@@ -596,8 +509,8 @@ class KVManager:
         assert 0 <= self.reserved <= self.pool.num_free, "more blocks promised than free"
 
     def _check_request(self, request: Request, table: Sequence[int]) -> None:
-        room = len(request.block_table) // len(self.windows) * self.block_size
-        assert len(request.block_table) % len(self.windows) == 0, f"{request.key}: a table of broken rows"
+        room = len(request.block_table) // self.layout.num_groups * self.block_size
+        assert len(request.block_table) % self.layout.num_groups == 0, f"{request.key}: a table of broken rows"
         assert request.num_computed <= min(room, len(request.token_ids)), f"{request.key}: KV without a token or block"
         assert request.num_computed <= request.num_planned or not table, f"{request.key}: computed and never planned"
         assert request.writable_end <= room, f"{request.key}: writes past its blocks"

@@ -14,7 +14,7 @@ from chairlift.core.kv import KVManager
 from chairlift.core.request import Request
 from chairlift.errors import ConfigError
 
-Key = float | int
+SortKey = float | int
 
 SECONDS_PER_TOKEN = 0.01
 """How long a request of one prompt token more waits before it counts as much as one without (shortest-prefill)."""
@@ -32,7 +32,7 @@ class Order:
 
     preempts = False
 
-    def key(self, request: Request) -> Key:
+    def key(self, request: Request) -> SortKey:
         """The request's place among the waiting, smallest first; equal ones go in the order in which they came."""
         return request.ticket
 
@@ -57,7 +57,7 @@ class ByPriority(Order):
     def __init__(self, ageing: float = 30.0) -> None:
         self._ageing = ageing
 
-    def key(self, request: Request) -> Key:
+    def key(self, request: Request) -> SortKey:
         return request.queued_at + request.priority * self._ageing
 
     def outranks(self, waiting: Request, running: Request) -> bool:
@@ -70,7 +70,7 @@ class ByPriority(Order):
 class ShortestPrefill(Order):
     """Fewest prompt tokens first; who was preempted comes before all newer ones."""
 
-    def key(self, request: Request) -> Key:
+    def key(self, request: Request) -> SortKey:
         return request.queued_at + (0 if request.num_preemptions else request.num_prompt * SECONDS_PER_TOKEN)
 
 
@@ -80,7 +80,7 @@ class EarliestDeadline(Order):
     def __init__(self, slo_ttft: float | None = None) -> None:
         self._patience = PATIENCE if slo_ttft is None else slo_ttft
 
-    def key(self, request: Request) -> Key:
+    def key(self, request: Request) -> SortKey:
         due = request.ttft_deadline if request.num_output == 0 else request.deadline
         return request.queued_at + self._patience if due is None else due
 

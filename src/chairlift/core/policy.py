@@ -50,7 +50,7 @@ class Policy(Protocol):
         ...
 
     def quota(self, need: int, left: int) -> int:
-        """How many of the ``need`` tokens of a request to compute, with ``left`` tokens left in the step."""
+        """How many of the ``need`` tokens of a request to compute: at most ``left``, what is left in the step."""
         ...
 
     def padding(self, request: Request) -> int:

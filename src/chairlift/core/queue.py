@@ -7,14 +7,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from chairlift.core.kv import KVManager
-from chairlift.core.order import Key, Order
+from chairlift.core.order import Order, SortKey
 from chairlift.core.request import Request, Status
 from chairlift.core.shares import Shares
 
-Rank = tuple[float, Key, int, int]
+Rank = tuple[float, SortKey, int, int]
 """Who goes first: the tenant's counter, the order's key, the ticket, the sample's index."""
 
-Entry = tuple[Key, int, int, Request]
+Entry = tuple[SortKey, int, int, Request]
 
 
 class Line:
@@ -29,13 +29,13 @@ class Line:
     def __iter__(self) -> Iterator[Request]:
         return (entry[3] for entry in self._entries)
 
-    def push(self, key: Key, request: Request) -> None:
+    def push(self, key: SortKey, request: Request) -> None:
         insort(self._entries, (key, request.ticket, request.index, request))
 
-    def remove(self, key: Key, request: Request) -> None:
+    def remove(self, key: SortKey, request: Request) -> None:
         del self._entries[self.position(key, request)]
 
-    def position(self, key: Key, request: Request) -> int:
+    def position(self, key: SortKey, request: Request) -> int:
         at = bisect_left(self._entries, (key, request.ticket, request.index), key=lambda entry: entry[:3])
         assert self._entries[at][3] is request, f"{request.key} is not where its key says"
         return at
@@ -49,7 +49,7 @@ class WaitingQueue:
         self._shares = shares
         self._lines: dict[str, Line] = {}
         self._least_served: list[tuple[float, str]] = []  # a heap; an entry may be out of date, never too large
-        self._keys: dict[tuple[str, int], Key] = {}
+        self._keys: dict[tuple[str, int], SortKey] = {}
         self.num_preempted = 0
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 2048
 
-EXPLANATIONS = {
+EVENTS = {
     "queued": "it came, and waits",
     "boarded": "it got a slot and KV blocks",
     "swapped in": "it got a slot, and its KV was copied back",
@@ -26,6 +26,10 @@ EXPLANATIONS = {
     "preempted": "it lost its slot and its KV, which is computed again later",
     "swapped out": "it lost its slot; its KV was copied away",
     "ended": "it left",
+}
+"""What happens in a request's life, in words."""
+
+REASONS = {
     "slots": "all --max-num-seqs sequences are taken",
     "tokens": "the token budget of the step (--max-num-batched-tokens) is used up",
     "blocks": "there are not enough free KV blocks (--kv-cache-memory)",
@@ -36,7 +40,9 @@ EXPLANATIONS = {
     "fairness": "other tenants were served less (--fair-tenants)",
     "order": "others come first (--order)",
 }
-"""What the words in events and reasons mean."""
+"""For want of what a request waits, in words."""
+
+EXPLANATIONS = EVENTS | REASONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ committed in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from chairlift.core.batch import Batch, Flight, new_item
-from chairlift.core.beams import BeamSearch, num_candidates
+from chairlift.core.batch import Batch, Flight
 from chairlift.core.boarding import Boarding
 from chairlift.core.deadlines import Deadlines, is_late
+from chairlift.core.failures import MOST_ALONE, Failures
 from chairlift.core.kv import KVManager
 from chairlift.core.pace import Pace, Work
 from chairlift.core.plan import (
@@ -29,9 +29,12 @@ from chairlift.core.plan import (
     StepStats,
     TokenLogprob,
 )
-from chairlift.core.policy import Group, Policy
+from chairlift.core.planner import Planner
+from chairlift.core.policy import Policy
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Key, Request, SamplingParams, Status
+from chairlift.core.searches import Searches
+from chairlift.core.sequences import Sequences
 from chairlift.core.settings import Settings
 from chairlift.core.shares import Shares
 from chairlift.errors import ConfigError, RequestRefused
@@ -39,9 +42,6 @@ from chairlift.errors import ConfigError, RequestRefused
 __all__ = ["Key", "Scheduler", "Settings"]
 
 _BAD_LOGITS = "the model's logits are not finite numbers"
-_LEAST_CHUNK = 4  # prompt tokens in a step, whatever the target for its time
-_MOST_FAILURES_TOGETHER = 2  # steps of a request in a row that fail before it is tried alone
-_MOST_FAILURES_ALONE = 3  # and then before it ends
 
 
 class Scheduler:
@@ -73,21 +73,20 @@ class Scheduler:
         )
         self.pace = Pace()
         self.boarding = Boarding(capacity, policy, settings, self.kv, self.pace, shares, self._tell)
+        self.failures = Failures()
+        self.sequences = Sequences(self.kv, self.boarding, self.failures, shares, self._tell)
+        self.searches = Searches(self.kv, self.boarding, self.sequences)
+        self.planner = Planner(policy, settings, self.boarding, self.searches, self.pace)
         self.wake_at: float | None = None  # the time until which an idle engine waits for more requests
         self._shares = shares
-        self._live: dict[str, dict[int, Request]] = {}  # request id -> sample index -> sequence
-        self._beams: dict[str, BeamSearch] = {}
         self._deadlines = Deadlines()
         self._in_flight: deque[Flight] = deque()
         self._longest = capacity.max_model_len  # prompt and output of a request
-        self._suspects: dict[str, None] = {}  # ids of requests whose steps failed again and again: each is tried alone
-        self._finished_ids: list[str] = []
         self._events: list[Event] = []
         self._next_step = 0
         self._next_ticket = 0
         self._now = 0.0
         self._idle_since = 0.0  # when the first of those who wait came to an idle engine
-        self._budget = 0
         self._last_tokens = 0
         self._last_seconds = 0.0
 
@@ -103,10 +102,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
-
-    @property
-    def live(self) -> Iterator[Request]:
-        return (request for samples in self._live.values() for request in samples.values())
 
     # -- add, abort, expire
 
@@ -124,27 +119,22 @@ class Scheduler:
         self._now = now
         self._next_ticket += 1
         request.ticket, request.queued_at = self._next_ticket, now
-        self._prepare(request)
         if not self.has_work:
             self._idle_since = now
-        self._deadlines.watch(request, self._live)
-        if self._shares:
-            self._shares.join(request.tenant)
-        self._live[request.id] = {request.index: request}
-        self._tell(request, "queued", f"prompt of {request.num_prompt} tokens")
-        self.waiting.push(request)
+        self._deadlines.watch(request, self.sequences.by_id)
+        self.sequences.begin(request, "queued", f"prompt of {request.num_prompt} tokens")
 
     def _needed(self, request: Request) -> int:
         """Blocks without which a request cannot run to its end."""
-        needed = max(self.kv.held(request.max_len, prefilling=True), self.policy.gate.total(request, self.kv))
+        needed = max(self.kv.layout.held(request.max_len, prefilling=True), self.policy.gate.total(request, self.kv))
         if request.params.use_beam_search or not self.policy.gate.preempts:
-            needed = max(needed, self.kv.full_blocks(request))
+            needed = max(needed, self.kv.layout.full_blocks(request))
         return needed
 
     def _refuse(self, request: Request) -> None:
         """Raises `RequestRefused` for what can be told without looking at memory."""
         limit, slots = self._longest, self.settings.max_num_seqs
-        if request.id in self._live:
+        if request.id in self.sequences:
             raise RequestRefused(f"a request with the id {request.id!r} is already here")
         if request.num_prompt < 1:
             raise RequestRefused("the prompt is empty; it must hold at least one token")
@@ -164,9 +154,10 @@ class Scheduler:
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends a request, or one sample of it, now. An unknown one is ignored: it may have just finished."""
         outputs: list[Output] = []
-        if index is not None and any(r.params.use_beam_search for r in self._live.get(request_id, {}).values()):
+        sequences = self.sequences.of(request_id)
+        if index is not None and any(request.params.use_beam_search for request in sequences):
             return outputs  # its results are known all together, at its end
-        for request in list(self._live.get(request_id, {}).values()):
+        for request in sequences:
             if request.status is Status.FINISHED:  # as a beam of a search that just ended
                 continue
             if index is None:
@@ -182,7 +173,7 @@ class Scheduler:
         self._now = now
         outputs: list[Output] = []
         for request in self._deadlines.due(now):
-            for sample in list(self._live.get(request.id, {}).values()):
+            for sample in self.sequences.of(request.id):
                 if sample.ticket == request.ticket and sample.finish_reason is None and is_late(sample, now):
                     outputs += self._end(sample, FinishReason.DEADLINE)
         while self._deadlines and self.waiting:
@@ -213,14 +204,14 @@ class Scheduler:
             self.boarding.bind(None, "")
         elif self.policy.holds and self.running:
             self.boarding.bind(self.waiting.first(self.kv, now), "batch")
-        if self._suspects:
+        if self.failures.suspects:
             return self._schedule_alone()
         running = list(self.running.values())
         leaving = None if self.policy.holds else self.boarding.make_way(now)
         if leaving is not None:
             running.remove(leaving)
         for group in self.policy.groups(self.waiting, running, self.settings.max_num_seqs):
-            batch = self._fill(group)
+            batch = self.planner.fill(group, now)
             if batch.items:
                 return self._depart(batch)
         return None
@@ -229,32 +220,13 @@ class Scheduler:
         """A step of one suspect alone, so that a request that makes its steps fail takes no other with it."""
         if self._in_flight:
             return None
-        samples = list(self._live[next(iter(self._suspects))].values())
-        batch = Batch(self.settings.max_num_batched_tokens)
-        self._add_decodes(batch, [r for r in samples if r.status is Status.RUNNING and r.num_remaining == 1])
-        for request in samples:
-            if request.status is not Status.RUNNING:
-                self._board_alone(batch, request)
-            elif request.num_remaining > 1:
-                self._continue(batch, request)
+        batch = self.planner.fill_alone(self.sequences.of(next(iter(self.failures.suspects))))
         return self._depart(batch) if batch.items else None
 
-    def _board_alone(self, batch: Batch, request: Request) -> None:
-        """Boards a suspect at the cost of those aboard, who have just begun again."""
-        self.boarding.retry()
-        while batch.left > 0 and not self.boarding.board(batch, request):
-            other = next((r for r in reversed(self.running.values()) if r.id != request.id), None)
-            if other is None:
-                return
-            if other.id in self._beams:
-                self._restart_search(other.id)
-            else:
-                self.boarding.preempt(other, "a step of its own for a request whose steps failed")
-
     def _depart(self, batch: Batch) -> StepPlan:
-        plan = StepPlan(self._next_step, tuple(batch.items), self.kv.take_ops(), tuple(self._finished_ids))
+        finished_ids = self.sequences.take_finished_ids()
+        plan = StepPlan(self._next_step, tuple(batch.items), self.kv.take_ops(), finished_ids)
         self._next_step += 1
-        self._finished_ids.clear()
         self._in_flight.append(Flight(plan, batch.requests, batch.work))
         if self.settings.check:
             self.check()
@@ -267,78 +239,6 @@ class Scheduler:
             return None
         return until
 
-    def _fill(self, group: Group) -> Batch:
-        """Takes candidates in the group's order while the token budget lasts."""
-        batch = Batch(self.settings.max_num_batched_tokens)
-        self._add_decodes(batch, group.running)
-        if self.settings.slo_itl is not None and batch.items:
-            self._keep_pace(batch)
-        self._budget = len(batch.items) + batch.left
-        self._add_prefills(batch, group)
-        return batch
-
-    def _add_decodes(self, batch: Batch, running: Sequence[Request]) -> None:
-        """One token for each. The loop that a step's cost depends on: for each sequence it does only what must be done.
-
-        `KVManager.grow` is asked only where ``writable_end`` says that there is something to grow.
-        """
-        items, requests, draws, positions = batch.items, batch.requests, 0, 0
-        for request in running:
-            start, pending = request.num_planned, request.num_pending
-            if pending and len(request.token_ids) + pending >= request.max_len:  # its last token is being drawn
-                continue
-            if start >= request.writable_end and (
-                request.status is not Status.RUNNING or not self.boarding.make_room(request, 1)
-            ):
-                continue  # preempted a moment ago by one before it, or just now, or it must wait
-            if not request.plain or request.finish_reason is not None:
-                batch.num_draws = draws
-                batch.take(request, 1)
-                draws = batch.num_draws
-            else:
-                table = request.table
-                if table is None:
-                    table = request.table = tuple(request.block_table)
-                token = request.pending if pending else request.token_ids[-1]
-                items.append(new_item((request.info, start, (token,), table, 1, (), (), False)))
-                requests.append(request)
-                draws += 1
-                request.num_planned = start + 1
-                request.num_pending = pending + 1
-                request.pending = -draws
-            positions += start
-        count = len(items)
-        batch.num_draws, batch.left = draws, batch.budget - count
-        batch.work = Work(count, positions + count)
-
-    def _keep_pace(self, batch: Batch) -> None:
-        """Cuts the budget to what keeps the time between the tokens of the decodes in this step. A prompt that is
-        aboard goes on in any case: it holds memory that others wait for."""
-        assert self.settings.slo_itl is not None
-        aboard = [r.num_planned for r in self.running.values() if r.num_remaining > 1]
-        start, least = max(aboard, default=0), _LEAST_CHUNK if aboard else 0
-        left = self.pace.chunk(batch.work, start, batch.left, self.settings.slo_itl, least)
-        batch.left, batch.paced = left, left < batch.left
-
-    def _add_prefills(self, batch: Batch, group: Group) -> None:
-        """Pieces of prompts, by rank: of those aboard and of those who wait."""
-        aboard = deque(sorted(group.partial, key=self.waiting.rank))
-        boards = group.boards
-        while aboard or boards:
-            head = self.boarding.next(self._now) if boards else None
-            if aboard and (head is None or self.waiting.rank(aboard[0]) <= self.waiting.rank(head)):
-                request = aboard.popleft()
-                if batch.left > 0 and request.status is Status.RUNNING:
-                    self._continue(batch, request)
-            else:
-                boards = head is not None and self.boarding.board(batch, head)
-
-    def _continue(self, batch: Batch, request: Request) -> None:
-        """The next piece of a prompt that is computed in part."""
-        n = min(self.policy.quota(request.num_remaining, batch.left), batch.left)
-        if n and self.boarding.make_room(request, n):
-            self.boarding.take(batch, request, n)
-
     # -- commit
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
@@ -349,7 +249,7 @@ class Scheduler:
         if result.damaged:
             self._drop_damaged(flight, result.damaged)
         outputs: list[Output] = []
-        requests = flight.requests
+        requests, suspects = flight.requests, self.failures.suspects
         for i, item in enumerate(plan.items):
             request = requests[i]
             if request is None or request.finish_reason is not None:  # padding, a held row, or ended meanwhile
@@ -361,8 +261,8 @@ class Scheduler:
                     outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
                     continue
             self.kv.commit(request, len(item.token_ids))
-            if (request.num_failures or self._suspects) and request.num_computed >= request.failed_end:
-                self._acquit(request)
+            if (request.num_failures or suspects) and request.num_computed >= request.failed_end:
+                self.failures.acquit(request, self.sequences.by_id[request.id])
             if not item.num_samples:
                 if prompt_logprobs:
                     outputs.append(Output(request.id, request.index, prompt_logprobs=prompt_logprobs))
@@ -418,10 +318,12 @@ class Scheduler:
     ) -> list[Output]:
         """Appends the drawn token; of an n-way prompt, forks a sequence for each further sample first."""
         if request.params.use_beam_search:
-            return self._search(request, tokens, logprobs)
+            if tokens[0] == BAD_LOGITS:
+                return self._end(request, FinishReason.ERROR, _BAD_LOGITS)
+            return self.searches.offer(request, logprobs[0])
         if len(tokens) == 1:
             request.num_pending -= 1
-        sequences = [request, *(self._fork(request, request.index + k) for k in range(1, len(tokens)))]
+        sequences = [request, *(self.sequences.fork(request, request.index + k) for k in range(1, len(tokens)))]
         request.num_samples, request.plain = 1, not request.params.uses_history
         if len(tokens) > 1:
             self.kv.settle(request)
@@ -446,21 +348,6 @@ class Scheduler:
             outputs += self._finish_if_done(sequence, token, news)
         return outputs
 
-    def _prepare(self, request: Request) -> None:
-        params = request.params
-        request.prepare(num_candidates(params.width, len(request.stop_ids)) if params.use_beam_search else None)
-
-    def _fork(self, parent: Request, index: int) -> Request:
-        child = parent.copy(index, len(parent.token_ids))
-        child.status = Status.RUNNING
-        self._prepare(child)
-        self.kv.fork(parent, child)
-        self._live[child.id][child.index] = child
-        self.running[child.key] = child
-        if self._shares:
-            self._shares.join(child.tenant)
-        return child
-
     def _finish_if_done(self, request: Request, token: int, news: Output) -> list[Output]:
         if token in request.stop_ids:
             request.finish_reason = FinishReason.STOP
@@ -468,97 +355,10 @@ class Scheduler:
             request.finish_reason = FinishReason.LENGTH
         if request.finish_reason is None:
             return [news]
-        if not self.policy.holds or self._suspects:  # while some are tried alone, there is no batch
+        if not self.policy.holds or self.failures.suspects:  # while some are tried alone, there is no batch
             return self._retire(request, news)
         request.num_pending, request.num_planned = 0, request.num_computed  # what more is in flight does not count
         return [news]
-
-    # -- beam search
-
-    def _search(self, request: Request, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> list[Output]:
-        """A beam has its candidates. When all have, the best go on: on the blocks of their parents, as far as the
-        tokens are the same."""
-        if tokens[0] == BAD_LOGITS:
-            return self._end(request, FinishReason.ERROR, _BAD_LOGITS)
-        search = self._beams.get(request.id)
-        if search is None:
-            search = self._beams[request.id] = BeamSearch(request)
-            request.num_samples = 1
-        if not search.offer(request.index, logprobs[0].top):
-            return []
-        beams = dict(self._live[request.id])
-        choices = search.advance({index: beam.token_ids for index, beam in beams.items()})
-        if not choices:
-            return self._end_search(request.id, self._results(request, search))
-        indexes = search.begin_round(choices)
-        chosen = [
-            beams[choice.parent] if index in beams else self._fork(beams[choice.parent], index)
-            for index, choice in zip(indexes, choices, strict=True)
-        ]
-        for index, beam in beams.items():  # after the forks, so that no block of theirs is lost
-            if index not in indexes:
-                self._drop_beam(beam)
-        for beam, choice in zip(chosen, choices, strict=True):
-            beam.token_ids.append(choice.token)
-        self.kv.settle(chosen[0])
-        return []
-
-    def _results(self, request: Request, search: BeamSearch) -> list[Output]:
-        found = len(search.results)
-        missing = f"the search found {found} texts, not {search.num_results}; ask for fewer"
-        return [
-            Output(request.id, rank, finish_reason=FinishReason.ERROR, error=missing)
-            for rank in range(found, search.num_results)
-        ] + [
-            Output(
-                request.id,
-                rank,
-                result.token_ids,
-                result.reason,
-                num_cached_tokens=request.num_cached_tokens,
-                stop_token_id=result.stop_token_id,
-                cumulative_logprob=result.logprob,
-            )
-            for rank, result in enumerate(search.results)
-        ]
-
-    def _drop_beam(self, beam: Request) -> None:
-        """A beam that does not go on; the search keeps its slots."""
-        self.kv.release(beam)
-        del self.running[beam.key]
-        del self._live[beam.id][beam.index]
-        beam.status, beam.finish_reason = Status.FINISHED, FinishReason.ABORT
-        self.boarding.retry()
-        if self._shares:
-            self._shares.leave(beam.tenant)
-
-    def _end_search(self, request_id: str, outputs: list[Output]) -> list[Output]:
-        search = self._beams.pop(request_id)
-        beams = list(self._live[request_id].values())
-        for beam in beams[1:]:
-            self._drop_beam(beam)
-        beams[0].num_samples = search.width  # it gives all the slots back
-        beams[0].finish_reason = outputs[0].finish_reason
-        self._forget(beams[0])
-        return outputs
-
-    def _restart_search(self, request_id: str) -> None:
-        """Beams that lost their KV: the search begins again with the prompt, and comes to the same results."""
-        search = self._beams.pop(request_id)
-        beams = list(self._live[request_id].values())
-        again = beams[0].copy(0, beams[0].num_prompt)
-        again.num_samples, again.status = search.width, Status.PREEMPTED
-        again.failed_end = max(beam.failed_end for beam in beams)
-        again.num_failures = max(beam.num_failures for beam in beams)
-        self._prepare(again)
-        for beam in beams:
-            self._drop_beam(beam)
-        self.boarding.give_back_slots(again)
-        self._live[request_id][again.index] = again
-        if self._shares:
-            self._shares.join(again.tenant)
-        self._tell(again, "preempted", "the search begins again")
-        self.waiting.push(again)
 
     # -- ends
 
@@ -574,36 +374,17 @@ class Scheduler:
         assert reason is not None
         news = news or Output(request.id, request.index, num_cached_tokens=request.num_cached_tokens)
         stop = request.token_ids[-1] if reason is FinishReason.STOP else None
-        self._forget(request)
+        self.sequences.end(request)
         return [news._replace(finish_reason=reason, stop_token_id=stop)]
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[Output]:
         """Ends a request early, with an output for each of its samples, forked or not."""
         outputs = [Output(request.id, index, finish_reason=reason, error=error) for index in request.outputs]
-        if request.id in self._beams:
-            return self._end_search(request.id, outputs)
+        if request.id in self.searches:
+            return self.searches.end(request.id, outputs)
         request.finish_reason = reason
-        self._forget(request)
+        self.sequences.end(request)
         return outputs
-
-    def _forget(self, request: Request) -> None:
-        """Frees all that a request holds, whatever its state."""
-        assert request.finish_reason is not None
-        self._tell(request, "ended", f"{request.finish_reason.value} after {request.num_output} tokens")
-        self.kv.release(request)
-        if request.status is Status.RUNNING:
-            self.boarding.leave(request)
-        else:
-            self.boarding.leave_queue(request)
-        request.status = Status.FINISHED
-        if self._shares:
-            self._shares.leave(request.tenant)
-        samples = self._live[request.id]
-        del samples[request.index]
-        if not samples:
-            del self._live[request.id]
-            self._suspects.pop(request.id, None)
-            self._finished_ids.append(request.id)
 
     # -- what goes wrong
 
@@ -621,45 +402,22 @@ class Scheduler:
         """A step in flight failed, and all in flight are void. Nothing is known of any memory now: all that ran is
         computed again. Requests whose steps go on failing are tried one by one, and who fails alone, too, ends."""
         outputs: list[Output] = []
-        failed = next(flight for flight in self._in_flight if flight.plan is plan)
-        for item, request in zip(failed.plan.items, failed.requests, strict=True):
-            if request is not None:
-                request.num_failures += 1
-                request.failed_end = item.start + len(item.token_ids)
+        self.failures.note(next(flight for flight in self._in_flight if flight.plan is plan))
         self._in_flight.clear()
-        for request_id in list(self._beams):
-            self._restart_search(request_id)
+        for request_id in list(self.searches):
+            self.searches.restart(request_id)
         for request in list(self.running.values()):
             if request.finish_reason is not None:
                 outputs += self._retire(request)
             else:
                 self.boarding.preempt(request, "a step that failed", lost=True)
-        for request in self.live:
+        for request in self.sequences:
             self.kv.release(request)  # what was swapped out, too
         self.kv.forget_all()
-        return outputs + self._judge(error)
-
-    def _acquit(self, request: Request) -> None:
-        """A sequence has come past where it failed. When all of a request have, it is no suspect any more."""
-        request.num_failures = request.failed_end = 0
-        if not any(sample.failed_end for sample in self._live[request.id].values()):
-            self._suspects.pop(request.id, None)
-
-    def _judge(self, error: str) -> list[Output]:
-        """Who is a suspect after a failure, and who has been proved guilty."""
-        outputs: list[Output] = []
-        failures = {id: max(sample.num_failures for sample in samples.values()) for id, samples in self._live.items()}
-        if self._suspects:
-            for request_id in [id for id, times in failures.items() if times >= _MOST_FAILURES_ALONE]:
-                for sample in list(self._live[request_id].values()):
-                    if sample.status is not Status.FINISHED:
-                        message = f"its step failed {_MOST_FAILURES_ALONE} times: {error}"
-                        outputs += self._end(sample, FinishReason.ERROR, message)
-            return outputs
-        for request_id in [id for id, times in failures.items() if times >= _MOST_FAILURES_TOGETHER]:
-            self._suspects[request_id] = None
-            for sample in self._live[request_id].values():
-                sample.num_failures = 0
+        for request_id in self.failures.judge(self.sequences.by_id):
+            for request in self.sequences.of(request_id):
+                if request.status is not Status.FINISHED:  # as a beam of a search that just ended
+                    outputs += self._end(request, FinishReason.ERROR, f"its step failed {MOST_ALONE} times: {error}")
         return outputs
 
     # -- pinned prefixes, and the end
@@ -667,18 +425,18 @@ class Scheduler:
     def pin(self, token_ids: Sequence[int]) -> None:
         """The KV of these tokens is computed now, and stays for all tenants. Refuses what would take half of the cache
         or more, with `RequestRefused`."""
-        blocks = self.kv.held(len(token_ids))
-        if blocks + self.kv.held(len(token_ids) + 2, prefilling=True) > self.boarding.room:
+        blocks = self.kv.layout.held(len(token_ids))
+        if blocks + self.kv.layout.held(len(token_ids) + 2, prefilling=True) > self.boarding.room:
             raise RequestRefused(
                 f"the pinned prefix needs {blocks} KV blocks, more than half of the {self.capacity.num_blocks} there "
                 "are; shorten --pin-prefix or raise --kv-cache-memory"
             )
-        needs = max((self._needed(request) for request in self.live), default=0)
+        needs = max((self._needed(request) for request in self.sequences), default=0)
         if self.boarding.room - blocks < needs:
             raise RequestRefused("a prefix cannot be pinned while requests live that need the memory; pin it first")
         self.kv.pin(token_ids)
         # What is pinned is not for others.
-        while self.kv.num_pinned and self.kv.held(self._longest, prefilling=True) > self.boarding.room:
+        while self.kv.num_pinned and self.kv.layout.held(self._longest, prefilling=True) > self.boarding.room:
             self._longest -= 1
         tokens = [*token_ids, token_ids[-1]]  # one more, since a prefix never covers the last token
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -733,17 +491,16 @@ class Scheduler:
             free_disk_blocks=free[host] if disk else 0,
             total_swaps=totals.swaps,
             total_recomputed_tokens=totals.recomputed_tokens,
-            budget=self._budget,
+            budget=self.planner.budget,
             binding=self.boarding.binding,
         )
 
     def check(self) -> None:
         """Recounts everything, and raises AssertionError on any difference."""
-        live = list(self.live)
+        live = list(self.sequences)
         self.kv.check(live)
         assert len(live) == len(self.running) + len(self.waiting), "a request is in no queue, or in two"
-        slots = sum(r.num_samples for r in self.running.values() if r.id not in self._beams)
-        slots += sum(search.width for search in self._beams.values())
+        slots = sum(r.num_samples for r in self.running.values() if r.id not in self.searches) + self.searches.width
         assert self.boarding.slots_used == slots, f"{self.boarding.slots_used} slots counted, {slots} used"
         assert slots <= self.settings.max_num_seqs, "more slots used than there are"
         planned = {request for flight in self._in_flight for request in flight.requests}

@@ -18,6 +18,15 @@ class Tier:
     first: int
     on_disk: bool
 
+    def find(self, content: bytes) -> int | None:
+        """The address of the block that holds this content."""
+        block = self.pool.find(content)
+        return None if block is None else self.first + block
+
+    def take(self) -> int:
+        """A free block's address, now owned once. There must be one."""
+        return self.first + self.pool.take()[0]
+
 
 class Tiers:
     """All places, the fastest first. False if there is none."""
@@ -42,30 +51,21 @@ class Tiers:
         return sum(tier.pool.num_free for tier in self._tiers)
 
     @property
-    def last_has_room(self) -> bool:
-        """Whether the slowest place, where cached prefixes go, can take a block."""
-        return bool(self._tiers) and self._tiers[-1].pool.num_free > 0
+    def last(self) -> Tier | None:
+        """The slowest, where cached prefixes go."""
+        return self._tiers[-1] if self._tiers else None
 
     def find(self, content: bytes) -> int | None:
         """The address of the block that holds this content."""
-        for tier in self._tiers:
-            block = tier.pool.find(content)
-            if block is not None:
-                return tier.first + block
-        return None
-
-    def last_find(self, content: bytes) -> int | None:
-        """The block of the slowest place that holds this content."""
-        return self._tiers[-1].pool.find(content)
+        return next((found for tier in self._tiers if (found := tier.find(content)) is not None), None)
 
     def refs(self, address: int) -> int:
         pool, block = self._locate(address)
         return pool.refs(block)
 
-    def take(self, *, last: bool = False) -> int:
-        """A free block's address, now owned once: of the fastest place that has one, or of the last."""
-        tier = self._tiers[-1] if last else next(tier for tier in self._tiers if tier.pool.num_free)
-        return tier.first + tier.pool.take()[0]
+    def take(self) -> int:
+        """A free block's address, of the fastest place that has one, now owned once."""
+        return next(tier for tier in self._tiers if tier.pool.num_free).take()
 
     def share(self, address: int) -> None:
         pool, block = self._locate(address)

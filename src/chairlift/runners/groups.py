@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from chairlift.core.kv import most_held
+from chairlift.core.layout import most_held
 from chairlift.models.spec import DecoderSpec
 
 MAX_PADDING = 0.1  # of a cache, what may be left empty for the sake of fewer groups

@@ -23,7 +23,7 @@ import msgspec
 
 from chairlift.config import EngineConfig
 from chairlift.core import ports
-from chairlift.core.kv import most_held
+from chairlift.core.layout import most_held
 from chairlift.core.plan import Capacity, Output, StepStats
 from chairlift.core.request import Request
 

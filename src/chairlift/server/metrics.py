@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from chairlift.core.plan import Capacity, StepStats
+from chairlift.core.recorder import REASONS
 from chairlift.core.request import FinishReason
 from chairlift.server.goodput import OUTCOMES
 
@@ -15,7 +16,6 @@ _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _E2E = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-WAITING_REASONS = ("slots", "tokens", "blocks", "gate", "fairness", "delay", "slo", "order", "batch")
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -72,7 +72,7 @@ class Metrics:
         self.disk_blocks_free = gauge("kv_disk_blocks_free", "KV blocks on disk that are free.")
         self.step_budget = gauge("step_budget_tokens", "Tokens that the last step could have taken.")
         self.waiting_reason = gauge("waiting_reason", "1 for what the head of the queue waits for.", "reason")
-        for binding in WAITING_REASONS:
+        for binding in REASONS:
             self.waiting_reason.labels(binding)
         self.preemptions = counter("preemptions", "Preemptions.")
         self.swaps = counter("swaps", "Preemptions whose KV was kept in host memory or on disk.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from chairlift.core.kv import most_held
+from chairlift.core.layout import most_held
 from chairlift.core.plan import Capacity
 from chairlift.errors import ConfigError
 from chairlift.log import exact_bytes, short_bytes

@@ -123,7 +123,7 @@ def check_preemptions(world: World, scheduler: Scheduler) -> None:
 def check_empty(world: World, scheduler: Scheduler, client: Client) -> None:
     """Nobody is left, and nothing is held but what is pinned."""
     assert client.num_received == client.num_ended, f"{client.num_received} came, {client.num_ended} ended"
-    assert not scheduler._live and not scheduler._beams and not scheduler._in_flight
+    assert not scheduler.sequences.by_id and not list(scheduler.searches) and not scheduler._in_flight
     assert not scheduler.waiting and not scheduler.running and scheduler.boarding.slots_used == 0
     assert scheduler.waiting.num_preempted == 0
     kv, capacity = scheduler.kv, world.capacity
