@@ -30,7 +30,7 @@ from chairlift.config import (
 )
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
-from chairlift.core.order import Order, make_order
+from chairlift.core.order import make_order
 from chairlift.core.plan import Capacity, Output, StepRecord, StepStats
 from chairlift.core.policy import Policy, make_policy
 from chairlift.core.ports import Clock, Message, Report, Sink, Source
@@ -60,15 +60,17 @@ def build_engine(
     report: log.Report | None = None,
 ) -> Engine:
     """An engine ready for its first step. Raises as `start_runner` does."""
-    policy = make_policy(config.scheduler_policy, admission=config.admission, order=_order(config))
+    policy = configured_policy(config)  # first, since loading a model takes long
     runner, capacity = start_runner(config, report)
-    scheduler = make_scheduler(config, policy, capacity, runner.disk)
+    scheduler = make_scheduler(config, capacity, policy=policy, disk=runner.disk)
     return Engine(
         scheduler, runner, source, sink, clock or WallClock(), recorder, depth=2 if config.async_scheduling else 1
     )
 
 
-def make_scheduler(config: EngineConfig, policy: Policy, capacity: Capacity, disk: DiskFile | None = None) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, capacity: Capacity, *, policy: Policy | None = None, disk: DiskFile | None = None
+) -> Scheduler:
     """The scheduler that the configuration describes, for what a runner reserved."""
     from chairlift.runners.memory import batch_tokens
 
@@ -84,7 +86,7 @@ def make_scheduler(config: EngineConfig, policy: Policy, capacity: Capacity, dis
     )
     return Scheduler(
         capacity,
-        policy,
+        policy or configured_policy(config),
         settings,
         shares=Shares(parse_tenant_weights(config.tenant_weights or "")) if config.fair_tenants else None,
         secret=disk.secret if disk else None,
@@ -92,9 +94,11 @@ def make_scheduler(config: EngineConfig, policy: Policy, capacity: Capacity, dis
     )
 
 
-def _order(config: EngineConfig) -> Order:
+def configured_policy(config: EngineConfig) -> Policy:
+    """Raises ConfigError for one that cannot be used."""
     ageing = DEFAULT_PRIORITY_AGEING if config.priority_ageing is None else config.priority_ageing
-    return make_order(config.order or "fcfs", priority_ageing=ageing, slo_ttft=_seconds(config.slo_ttft))
+    order = make_order(config.order or "fcfs", priority_ageing=ageing, slo_ttft=_seconds(config.slo_ttft))
+    return make_policy(config.scheduler_policy, admission=config.admission, order=order)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

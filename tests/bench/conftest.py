@@ -21,7 +21,6 @@ from chairlift.bench.results import Setting
 from chairlift.config import EngineConfig
 from chairlift.core.clock import VirtualClock
 from chairlift.core.plan import Capacity, StepPlan, StepResult
-from chairlift.core.policy import make_policy
 from chairlift.core.scheduler import Scheduler
 from chairlift.engine_main import make_scheduler
 from chairlift.sim.workloads import Workload, four_requests
@@ -60,8 +59,7 @@ class ToyExecutor:
 
 
 def checked_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:
-    policy = make_policy(config.scheduler_policy, admission=config.admission)
-    return make_scheduler(replace(config, debug=True), policy, capacity)
+    return make_scheduler(replace(config, debug=True), capacity)
 
 
 def toy_lab(config: EngineConfig, *, num_blocks: int, num_host_blocks: int = 0) -> Lab:

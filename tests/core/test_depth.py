@@ -250,6 +250,20 @@ def test_a_stop_costs_at_most_one_discarded_row(make_rig: MakeRig, make_request:
             assert drawn - len(world.tokens(f"r{i}")) == wasted
 
 
+def test_held_rows_get_no_step_of_their_own(
+    make_rig: MakeRig, make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the last tokens of a static batch are being drawn, there is nothing to compute."""
+    world, plans = World(make_rig("static"), depth=2), []
+    submit = world.rig.executor.submit
+    monkeypatch.setattr(world.rig.executor, "submit", lambda plan: plans.append(plan) or submit(plan))
+    for id, max_tokens in (("short", 2), ("long", 6)):
+        world.add(make_request(id, 4, max_tokens=max_tokens))
+    world.run()
+    assert [[item.discard for item in plan.items] for plan in plans[-3:]] == [[True, False]] * 3
+    assert len(world.tokens("long")) == len(plans)
+
+
 def test_closing_waits_for_what_is_in_flight(make_rig: MakeRig, make_request: MakeRequest) -> None:
     rig = make_rig(executor=LoggedExecutor)
     world = World(rig, 2)

@@ -17,9 +17,7 @@ from chairlift import engine_main
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
-from chairlift.core.order import make_order
 from chairlift.core.plan import BAD_LOGITS, Capacity, StepItem, StepPlan, StepResult, TokenLogprob
-from chairlift.core.policy import make_policy
 from chairlift.errors import ModelError
 from chairlift.server import main as server_main
 
@@ -96,9 +94,8 @@ def build(config: EngineConfig, source: Any, sink: Any, *, report: Any) -> Engin
         raise ModelError("the toy is broken; take another one")
     report("toy weights", 0.01)
     executor = ToyExecutor(config, STEP_SECONDS[config.model])
-    policy = make_policy(config.scheduler_policy, admission=config.admission, order=make_order(config.order))
     config = replace(config, max_num_batched_tokens=config.max_num_batched_tokens or 64, debug=True)
-    scheduler = engine_main.make_scheduler(config, policy, executor.start())
+    scheduler = engine_main.make_scheduler(config, executor.start())
     return Engine(scheduler, executor, source, sink, WallClock())
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from chairlift.bench.case import Case
     from chairlift.bench.lab import Lab, Progress
     from chairlift.bench.results import Setting
-    from chairlift.core.plan import Capacity
-    from chairlift.core.scheduler import Scheduler
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -162,7 +160,7 @@ def _lab(config: EngineConfig, *, seed: int, scale: float) -> Iterator[tuple[Lab
     from chairlift.bench.machine import machine_info
     from chairlift.bench.results import Setting
     from chairlift.cli.progress import download_progress
-    from chairlift.engine_main import start_runner
+    from chairlift.engine_main import make_scheduler, start_runner
 
     with download_progress() as progress:
         models.resolve(config.model, progress=progress)
@@ -171,16 +169,9 @@ def _lab(config: EngineConfig, *, seed: int, scale: float) -> Iterator[tuple[Lab
         vocab_size = models.load_tokenizer(config.model).vocab_size
         name = Path(config.model).name if Path(config.model).exists() else config.model
         setting = Setting(name, seed, scale, _version(), machine_info(executor))
-        yield make_lab(executor, capacity, _make_scheduler, vocab_size=vocab_size, seed=seed), setting
+        yield make_lab(executor, capacity, make_scheduler, vocab_size=vocab_size, seed=seed), setting
     finally:
         executor.close()
-
-
-def _make_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:
-    from chairlift.core.policy import make_policy
-    from chairlift.engine_main import make_scheduler
-
-    return make_scheduler(config, make_policy(config.scheduler_policy, admission=config.admission), capacity)
 
 
 @contextmanager

@@ -212,7 +212,7 @@ class Scheduler:
             running.remove(leaving)
         for group in self.policy.groups(self.waiting, running, self.settings.max_num_seqs):
             batch = self.planner.fill(group, now)
-            if batch.items:
+            if any(not item.discard for item in batch.items):  # rows that are held get a step only beside others
                 return self._depart(batch)
         return None
 

@@ -165,9 +165,7 @@ class Executor(ShadowExecutor):
             assert plan.block_ops and not plan.items, "an empty farewell"
             return
         assert len(busy) <= settings.max_num_seqs, f"step {plan.step_id} has {len(busy)} sequences"
-        # Of a static batch whose last tokens are being drawn, the next step computes the held rows only.
-        last = self._world.policy == "static" and self._flying
-        assert busy or last, f"step {plan.step_id} computes nothing: {plan}"
+        assert busy, f"step {plan.step_id} computes nothing: {plan}"
         self._describe(plan)
 
     def _note_depth(self, request_id: str, depth: int) -> None:
