@@ -212,7 +212,9 @@ class Scheduler:
             running.remove(leaving)
         for group in self.policy.groups(self.waiting, running, self.settings.max_num_seqs):
             batch = self.planner.fill(group, now)
-            if any(not item.discard for item in batch.items):  # rows that are held get a step only beside others
+            if self._in_flight and all(item.discard for item in batch.items):
+                continue  # only rows that are held: their batch goes on, or leaves, when the step in flight is done
+            if batch.items:
                 return self._depart(batch)
         return None
 
