@@ -202,7 +202,7 @@ def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build) -> None:
     report("interpreter", log.process_age())
     source = SocketSource(socket, launch.epoch)
     engine = build(launch.config, source, SocketSink(socket, launch.epoch), report=report)
-    socket.send(ipc.encode(ipc.Ready(launch.epoch, engine.scheduler.capacity, _details(engine))))
+    socket.send(ipc.encode(ipc.Ready(launch.epoch, engine.scheduler.capacity, _details(engine, launch.config))))
     gc.freeze()  # what the start has made stays; no later collection looks at it again
     try:
         while not source.stopped:
@@ -211,12 +211,12 @@ def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build) -> None:
         engine.close()
 
 
-def _details(engine: Engine) -> dict[str, str | int | float]:
+def _details(engine: Engine, config: EngineConfig) -> dict[str, str | int | float]:
     scheduler = engine.scheduler
     return {
         "max_num_seqs": scheduler.settings.max_num_seqs,
         "max_num_batched_tokens": scheduler.settings.max_num_batched_tokens,
-        "policy": type(scheduler.policy).__name__.lower(),
+        "policy": config.scheduler_policy,
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,13 +11,12 @@ import pytest
 from chairlift.core.clock import VirtualClock
 from chairlift.core.engine import Engine
 from chairlift.core.layout import most_held
-from chairlift.core.order import make_order
 from chairlift.core.plan import Capacity, StepPlan
-from chairlift.core.policy import Chunked, Group, make_policy
+from chairlift.core.policy import make_policy
 from chairlift.core.ports import Abort, Add, Message, Pin, Report
 from chairlift.core.request import FinishReason, Request, SamplingParams
 from chairlift.core.scheduler import Scheduler, Settings
-from chairlift.errors import ConfigError
+from chairlift.errors import ParameterError, RequestRefused, StepFailed
 from chairlift.sim.shadow import ShadowExecutor
 
 MakeRig = Callable[..., Any]
@@ -200,80 +200,6 @@ def test_views_of_waiting_tenants_come_in_turns(make_rig: MakeRig) -> None:
     rig.run()
 
 
-class Twice(Chunked):
-    def groups(self, waiting: Any, running: Any, slots: int) -> Iterator[Group]:
-        for group in super().groups(waiting, running, slots):
-            yield Group([*group.running, *group.running], group.partial, group.boards)
-
-
-class Greedy(Chunked):
-    def quota(self, need: int, left: int) -> int:
-        return 10**9
-
-
-class Raises(Chunked):
-    def quota(self, need: int, left: int) -> int:
-        raise KeyError("no such thing")
-
-
-class Leaves(Chunked):
-    def __init__(self, *args: Any) -> None:
-        raise SystemExit(0)
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "found_policies", sys.modules[__name__])
-
-
-def _scheduler(policy: str) -> tuple[Scheduler, ShadowExecutor]:
-    capacity = Capacity(100, 4, 64)
-    made = make_policy(f"found_policies.{policy}", order=make_order("fcfs"))
-    settings = Settings(max_num_seqs=8, max_num_batched_tokens=16, check=True)
-    return Scheduler(capacity, made, settings), ShadowExecutor(capacity)
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("Twice", r"--scheduler-policy found_policies.Twice: groups\(\) named a request twice"),
-        ("Raises", r"--scheduler-policy found_policies.Raises: quota\(\) raised KeyError: 'no such thing'"),
-    ],
-)
-def test_a_policy_that_goes_beyond_is_named(make_request: MakeRequest, policy: str, message: str) -> None:
-    """Whatever a policy of somebody's own decides, answers stay right, or the engine says who is to blame."""
-    scheduler, executor = _scheduler(policy)
-    request = make_request("a", 4, max_tokens=3)
-    executor.expect(request)
-    scheduler.add(request)
-    with pytest.raises(ConfigError, match=message):
-        for _ in range(3):
-            plan = scheduler.schedule(0.0)
-            assert plan is not None
-            scheduler.commit(plan, executor.result(executor.submit(plan)), 0.0)
-
-
-def test_a_policy_that_asks_for_more_than_there_is_gets_what_there_is(make_request: MakeRequest) -> None:
-    scheduler, executor = _scheduler("Greedy")
-    request = make_request("a", 40, max_tokens=3)
-    executor.expect(request)
-    scheduler.add(request)
-    sizes = []
-    while scheduler.has_work:
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        sizes.append(plan.num_tokens)
-        scheduler.commit(plan, executor.result(executor.submit(plan)), 0.0)
-    assert sizes == [16, 16, 8, 1, 1]
-
-
-def test_a_policy_that_ends_the_process_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"found_policies\.Leaves cannot be used: SystemExit: 0"):
-        _scheduler("Leaves")
-
-
 def test_most_stop_ids_and_beams_go_together(make_rig: MakeRig) -> None:
     """A runner lists no more than 1024 tokens, however many might end a beam."""
     rig = make_rig(max_num_seqs=8)
@@ -298,3 +224,50 @@ def test_aborting_all_leaves_nothing(make_rig: MakeRig, make_request: MakeReques
     while engine.step():
         pass
     rig.check_empty()
+
+
+def test_a_search_has_no_first_token_to_be_in_time() -> None:
+    """S9: nothing of it is heard before its end, so only ``deadline_ms`` has a meaning."""
+    with pytest.raises(ParameterError, match="ttft_ms has no effect with use_beam_search"):
+        SamplingParams(n=2, use_beam_search=True, temperature=0.0, ttft_ms=100)
+
+
+@pytest.mark.parametrize("length", [0, 80])
+def test_a_pin_that_is_refused_changes_nothing(make_rig: MakeRig, length: int) -> None:
+    rig = make_rig(num_blocks=100, max_model_len=64)
+    with pytest.raises(RequestRefused, match=r"empty|80|81"):
+        rig.scheduler.pin(range(length))
+    assert rig.kv.num_pinned == 0 and not rig.scheduler.has_work and rig.scheduler._longest == 64
+    rig.add("a", 60, max_tokens=4)
+    rig.run()
+
+
+def test_what_has_no_room_beside_a_pinned_prefix_is_told_so(make_rig: MakeRig) -> None:
+    """M1: --max-model-len would not help."""
+    rig = make_rig(num_blocks=30, max_model_len=96)
+    rig.scheduler.pin(range(40))
+    rig.executor.expect(next(iter(rig.scheduler.waiting)))
+    rig.step()
+    with pytest.raises(RequestRefused, match=r"beside the pinned prefixes.*--kv-cache-memory"):
+        rig.add("a", 90)
+
+
+@pytest.mark.parametrize("error", [StepFailed("gone"), RuntimeError("broken")])
+def test_closing_closes_the_executor_whatever_fails(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """D5: else the disk stays locked."""
+    rig, closed = make_rig(), []
+    inbox = Inbox()
+    engine = Engine(rig.scheduler, rig.executor, inbox, inbox, VirtualClock(), depth=2)
+    rig.add("a", 4, max_tokens=9)
+    engine.step()
+
+    def fail(handle: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(rig.executor, "result", fail)
+    monkeypatch.setattr(rig.executor, "close", lambda: closed.append(True))
+    with suppress(RuntimeError):
+        engine.close()
+    assert closed == [True]

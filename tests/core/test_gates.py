@@ -183,6 +183,19 @@ def test_what_reserve_admits_peak_admits(make_rig: MakeRig, n: int) -> None:
 # -- names
 
 
+def test_peak_looks_again_when_ends_come_nearer(make_rig: MakeRig) -> None:
+    """Nothing is given back, and yet more fits: the newcomer must not wait for the end itself."""
+    rig = make_rig(admission="peak", num_blocks=25, max_model_len=100, max_num_seqs=4, caching=False)
+    a = rig.add("a", 8, max_tokens=72)
+    rig.step()
+    b = rig.add("b", 8, max_tokens=40)
+    while not b.num_output:
+        rig.step()
+    assert a.finish_reason is None and a.max_len - len(a.token_ids) >= 8
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions == 0
+
+
 def test_names() -> None:
     made = [type(make_gate(name)) for name in (None, "optimistic", "reserve", "peak")]
     assert made == [Optimistic, Optimistic, Reserve, Peak]

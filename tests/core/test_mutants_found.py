@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
 from typing import Any
@@ -16,16 +16,15 @@ from chairlift.core.deadlines import Deadlines
 from chairlift.core.engine import Engine
 from chairlift.core.gates import MOST_SPANS, Optimistic, Peak, _Future
 from chairlift.core.kv import Hit
-from chairlift.core.order import PATIENCE, Order, make_order
+from chairlift.core.order import PATIENCE, make_order
 from chairlift.core.pace import MIN_STEPS, MOST_RATIO, Pace, Work
 from chairlift.core.plan import BlockOpKind, Event, Output, StepItem, StepPlan, StepRecord, StepResult, StepStats
-from chairlift.core.policy import Checked, Chunked, Group
 from chairlift.core.ports import Message, Report
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.recorder import FlightRecorder
 from chairlift.core.request import FinishReason, Request, SamplingParams, Status
 from chairlift.core.shares import Shares
-from chairlift.errors import ConfigError, RequestRefused, StepFailed
+from chairlift.errors import RequestRefused, StepFailed
 from chairlift.sim.shadow import ShadowExecutor
 
 MakeRig = Callable[..., Any]
@@ -554,39 +553,6 @@ def test_a_target_without_room_for_slow_steps_is_kept_for_most() -> None:
     assert pace.safe_seconds(decodes) == pytest.approx(0.04, rel=0.01)
     assert 8 <= pace.chunk(decodes, 0, 100, 0.03) <= 11, "not safe, and kept by a step like most"
     assert pace.chunk(decodes, 0, 100, 0.05) <= 6, "safe"
-
-
-# -- policies
-
-
-class Odd(Chunked):
-    """Does whatever it is told to."""
-
-    named: Sequence[Request] = ()
-    pad: Any = 0
-
-    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
-        yield Group(self.named)
-
-    def padding(self, request: Request) -> int:
-        return self.pad
-
-
-def test_a_policy_names_only_who_runs(make_request: MakeRequest) -> None:
-    odd = Odd(Optimistic(), Order())
-    checked, (runs, strange) = Checked(odd, "odd.Odd"), (make_request(id) for id in "ab")
-    odd.named = [runs]
-    assert [list(group.running) for group in checked.groups([], [runs], 4)] == [[runs]]
-    odd.named = [runs, strange]
-    with pytest.raises(ConfigError, match=r"odd\.Odd.*one that does not run"):
-        list(checked.groups([], [runs], 4))
-
-
-@pytest.mark.parametrize(("pad", "padding"), [(3, 3), (100, 6), (-2, 0), ("many", 0), (None, 0)])
-def test_a_policys_padding_is_held_to_what_there_is(make_request: MakeRequest, pad: Any, padding: int) -> None:
-    odd, request = Odd(Optimistic(), Order()), make_request("a", 4)
-    odd.pad, request.max_len = pad, 10
-    assert Checked(odd, "odd.Odd").padding(request) == padding
 
 
 # -- time

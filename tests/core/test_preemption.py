@@ -202,6 +202,26 @@ def test_samples_that_never_fit_together_still_end(make_rig: MakeRig, limit: int
     assert [len(rig.tokens("long", k)) for k in range(n)] == [20] * n
 
 
+def test_a_long_prompt_of_many_samples_is_protected_too(make_rig: MakeRig) -> None:
+    """S4: though not all of its samples can be promised their memory. Its prompt is, until they are forked."""
+    rig = make_rig(num_blocks=30, max_model_len=80, budget=8, order="priority", caching=False, max_preemptions=3)
+    low = rig.add("low", 60, n=6, max_tokens=20, priority=5)
+    for i in range(20):
+        for _ in range(6):
+            rig.step()
+        rig.add(f"high{i}", 60, max_tokens=2, priority=0)
+        while f"high{i}" in rig.scheduler.sequences:
+            rig.step()
+            assert low.num_samples == 1 or low.num_preemptions <= 3
+            assert low.num_samples > 1 or low.reservation is None or low.num_preemptions == 4, "kept for the prompt"
+        if low.num_samples == 1:
+            break
+    assert rig.tokens("low") and i < 10
+    rig.run()
+    assert low.num_preemptions <= 4, "once more, since not all samples could be promised their memory"
+    assert [len(rig.tokens("low", k)) for k in range(6)] == [20] * 6
+
+
 def test_what_cannot_be_promised_to_those_preempted_often(make_rig: MakeRig) -> None:
     """M4: one request alone in a pool that is full at its end."""
     rig = make_rig(num_blocks=8, max_model_len=32, max_preemptions=0)

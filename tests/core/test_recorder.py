@@ -146,6 +146,36 @@ def test_batch(make_rig: MakeRig, make_request: MakeRequest) -> None:
     world.run()
 
 
+def test_the_reason_stays_when_another_passes(make_rig: MakeRig, make_request: MakeRequest) -> None:
+    """B3: a request of a higher class boards meanwhile; the first in the queue still waits for the same."""
+    world = World(make_rig(order="priority", num_blocks=20, max_model_len=72, caching=False))
+    world.add(make_request("a", 24, max_tokens=30))
+    world.steps(1)
+    world.add(make_request("big", 60, max_tokens=4, priority=5))
+    world.steps(1)
+    world.add(make_request("quick", 1, max_tokens=8))
+    for _ in range(5):
+        world.steps(1)
+        assert [view.reason for view in world.ask().requests if view.position] == ["blocks"]
+        assert binding(world) == "blocks"
+    world.run()
+
+
+def test_the_reason_is_that_of_who_was_tried(make_rig: MakeRig, make_request: MakeRequest) -> None:
+    """B3: by longest-prefix the next to board need not be the first in the line."""
+    world = World(make_rig(order="longest-prefix", num_blocks=20, max_num_seqs=4, budget=64))
+    world.add(make_request("seed", range(5000, 5032), max_tokens=1))
+    world.run()
+    world.add(make_request("a", 40, max_tokens=10))
+    world.steps(1)
+    world.add(make_request("small", 8, max_tokens=2))
+    world.add(make_request("big", [*range(5000, 5032), *range(7000, 7030)], max_tokens=2))
+    world.steps(1)
+    reasons = {view.id: view.reason for view in world.ask().requests if view.position}
+    assert reasons == {"small": "order", "big": "blocks"}
+    world.run()
+
+
 def test_those_behind_wait_for_their_turn(make_rig: MakeRig, make_request: MakeRequest) -> None:
     """B3, S5: the order's or the other tenant's."""
     for fair, reason in ((False, "order"), (True, "fairness")):

@@ -284,3 +284,24 @@ def test_counters_of_tenants_long_gone_are_forgotten(
     assert len(shares._counters) <= 2 * 10 + 2 and len(shares._live) == 1
     assert shares.counter("t7") == 90
     assert "live" in shares._counters
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_samples_are_charged_as_requests_of_their_own(make_rig: MakeRig, n: int) -> None:
+    """S5: a client chooses n. Only the prompt, which is computed once, is cheaper."""
+    rig = make_rig(fair=True, block_size=16, max_num_seqs=8)
+    rig.add("many", 8, n=n, max_tokens=13, tenant="A")
+    for i in range(n):
+        rig.add(f"r{i}", 8, max_tokens=13, tenant="B")
+    rig.run()
+    assert rig.scheduler._shares.counter("B") - rig.scheduler._shares.counter("A") == 8 * (n - 1)
+
+
+def test_tenants_that_left_hold_nothing_for_ever(make_rig: MakeRig) -> None:
+    """M5: names of tenants come from clients."""
+    rig = make_rig(fair=True)
+    for i in range(50):
+        search = {"use_beam_search": True, "temperature": 0.0} if i % 2 else {}
+        rig.add(f"r{i}", 4, n=1 + i % 3, max_tokens=2, tenant=f"t{i}", **search)
+        rig.run()
+    assert not rig.scheduler._shares.slots

@@ -33,6 +33,7 @@ NEAR = {
     "boarding": ("policy", "order", "preemption", "pace", "shares"),
     "gates": ("policy", "promises", "gates"),
     "kv": ("kv", "tiers", "windows", "promises", "preemption"),
+    "own_policy": ("own_policy",),
     "layout": ("kv", "windows", "promises", "beams"),
     "planner": ("scheduler", "policy", "pace", "preemption"),
     "prefix": ("kv",),

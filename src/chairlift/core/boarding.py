@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chairlift.core.batch import Batch
-from chairlift.core.gates import Gate, Reserve
+from chairlift.core.gates import Gate, Reserve, ReservePrompt
 from chairlift.core.kv import Hit, KVManager
 from chairlift.core.pace import Pace, Work
 from chairlift.core.plan import Capacity
@@ -17,6 +17,7 @@ from chairlift.core.settings import Settings
 from chairlift.core.shares import Shares
 
 _RESERVE = Reserve()
+_RESERVE_PROMPT = ReservePrompt()
 
 Tell = Callable[[Request, str, str], None]
 """Notes an event of a request's life: what, and details."""
@@ -39,7 +40,8 @@ class Boarding:
     Attributes:
         running: in the order of boarding.
         slots_used: a request of n samples takes n slots from the start.
-        binding: for want of what the head of the queue waits, a word of recorder.REASONS; empty if nobody waits.
+        head: the first in the queue, who could not board; None if nobody waits.
+        binding: for want of what, a word of recorder.REASONS; empty if nobody waits.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Boarding:
         self.waiting = WaitingQueue(policy.order, shares)
         self.running: dict[Key, Request] = {}
         self.slots_used = 0
+        self.head: Request | None = None
         self.binding = ""
         self.totals = Totals()
         self._capacity = capacity
@@ -65,6 +68,8 @@ class Boarding:
         self._shares = shares
         self._tell = tell
         self._stuck: Request | None = None  # could not board; pointless to try again until something is given back
+        self._stuck_for = ""  # for want of what
+        self._tries = 0  # in which it was passed over
         self._in_vain: Request | None = None  # nobody makes way for it, until something is given back
         self._favoured: Request | None = None  # for whom others made way
         self._told: tuple[Request | None, str] = (None, "")
@@ -81,7 +86,7 @@ class Boarding:
         while not self._kv.grow(request, n):
             others = [r for r in reversed(self.running.values()) if not self._comes_before(r, request)]
             victim = self._policy.order.victim(
-                r for r in others if self._may_leave(r) and (r.reservation is None or r is request)
+                [r for r in others if self._may_leave(r) and (r.reservation is None or r is request)]
             )
             if victim is None or (victim is request and any(self._comes_before(request, r) for r in others)):
                 return False  # those who come after it make way at the beginning of the next step
@@ -142,7 +147,7 @@ class Boarding:
 
     def next(self, now: float) -> Request | None:
         """Who boards next: somebody for whom others have just made way, or else the first in the queue."""
-        if self._favoured in self.waiting:
+        if self._favoured is not None and self._favoured.status in (Status.WAITING, Status.PREEMPTED):
             return self._favoured
         if not self.waiting:
             return None
@@ -190,8 +195,10 @@ class Boarding:
     ) -> Request | None:
         """Preempts running requests that ``request`` comes before until it lacks nothing; stops at one in flight, and
         returns it."""
+        if not lacks(request, ()):
+            return None
         lower = [r for r in reversed(self.running.values()) if not self._protected(r) and before(request, r)]
-        if not lower or not lacks(request, ()) or lacks(request, lower):
+        if not lower or lacks(request, lower):
             return None
         while lower and lacks(request, ()):
             victim = self._policy.order.victim(lower)
@@ -228,20 +235,26 @@ class Boarding:
 
     def board(self, batch: Batch, request: Request) -> bool:
         """Admits the head of the queue to the step if slots, tokens and memory allow."""
-        if request is self._stuck:
+        if request is self._stuck and not self._looks_again():
+            self.bind(request, self._stuck_for)
             return False
         why = self._try_to_board(batch, request)
         self.bind(request if why else None, why)
         if why in ("slots", "blocks", "gate"):
-            self._stuck = request
+            self._stuck, self._stuck_for, self._tries = request, why, 0
         return not why
 
+    def _looks_again(self) -> bool:
+        """A gate that looks ahead may see more when those aboard come nearer to their ends: once a block is enough."""
+        self._tries += 1
+        return self._stuck_for == "gate" and self._tries >= self._kv.block_size
+
     def _outranks(self, waiting: Request, running: Request) -> bool:
-        if self.waiting.rank(waiting) >= self.waiting.rank(running):
-            return False  # back in the queue it would be the first to board again
-        if self._policy.order.outranks(waiting, running):
-            return True
-        return self._shares is not None and self._shares.outranks(waiting, running)
+        if not self._policy.order.outranks(waiting, running) and not (
+            self._shares and self._shares.outranks(waiting, running)
+        ):
+            return False
+        return self.waiting.rank(waiting) < self.waiting.rank(running)  # else it would be the first to board again
 
     def _try_to_board(self, batch: Batch, request: Request) -> str:
         """Boards the request, or says for want of what it cannot."""
@@ -283,12 +296,12 @@ class Boarding:
             self._tell(request, "chunk", f"{n} tokens from {start}")
 
     def _gate(self, request: Request) -> Gate:
-        """The policy's gate, but for those who must not lose their memory: if it can be promised at all (of many
-        samples only the longest must fit), it is."""
+        """The policy's gate, but for those who must not lose their memory. Of many samples only the longest must fit;
+        if not all can be promised theirs, their prompt is, and then each of them when it was preempted in its turn."""
         often = request.num_preemptions >= self._settings.max_preemptions
-        if request.params.use_beam_search or (often and self._kv.layout.full_blocks(request) <= self.room):
-            return _RESERVE
-        return self._policy.gate
+        if not often and not request.params.use_beam_search:
+            return self._policy.gate
+        return _RESERVE if self._kv.layout.full_blocks(request) <= self.room else _RESERVE_PROMPT
 
     def _boarded(self, request: Request, hit: Hit, swaps_in: bool) -> None:
         """A request was admitted: it leaves the queue."""
@@ -304,7 +317,7 @@ class Boarding:
         if self._shares:
             self._shares.serve(request.tenant)
             request.num_charged = max(request.num_charged, hit.num_tokens)  # what is cached costs nothing
-            self._shares.slots[request.tenant] += request.num_samples
+            self._shares.hold(request)
         what = "swapped in" if swaps_in else "boarded"
         self._tell(request, what, f"{hit.num_tokens} of {len(request.token_ids)} tokens known")
 
@@ -352,7 +365,7 @@ class Boarding:
         """As many as it has samples."""
         self.slots_used -= request.num_samples
         if self._shares:
-            self._shares.slots[request.tenant] -= request.num_samples
+            self._shares.give_back(request)
         self.retry()
 
     def leave_queue(self, request: Request) -> None:
@@ -366,7 +379,7 @@ class Boarding:
 
     def bind(self, request: Request | None, why: str) -> None:
         """Notes for want of what the head of the queue waits; as an event of its life when that changes."""
-        self.binding = why
+        self.head, self.binding = request, why
         if request is not None and self._told != (request, why):
             self._told = (request, why)
             self._tell(request, "waits", why)

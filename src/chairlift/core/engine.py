@@ -75,10 +75,10 @@ class Engine:
 
     def close(self) -> None:
         """Keeps what can be kept for the next run, and closes the executor. Live requests get no answer."""
-        while self._in_flight:
-            self._discard(self._in_flight.popleft())
-        plan = self.scheduler.farewell()
         try:
+            while self._in_flight:
+                self._discard(self._in_flight.popleft())
+            plan = self.scheduler.farewell()
             if plan is not None:
                 with suppress(StepFailed):  # then it is not kept
                     self.executor.result(self.executor.submit(plan))

@@ -81,36 +81,33 @@ class Optimistic:
         return True
 
 
-class Reserve:
+class Reserve(Optimistic):
     """Board only with room for the greatest length. Never preempts."""
 
     promises = True
     preempts = False
 
-    def total(self, request: Request, kv: KVManager) -> int:
-        return kv.layout.full_blocks(request)
-
     def headroom(self, kv: KVManager) -> int:
         return 0
 
-    def fits(
-        self,
-        request: Request,
-        hit: Hit,
-        running: Sequence[Request],
-        kv: KVManager,
-        *,
-        promised: bool,
-        freed: int = 0,
-    ) -> bool:
-        return True
+    def total(self, request: Request, kv: KVManager) -> int:
+        return kv.layout.full_blocks(request)
+
+
+class ReservePrompt(Reserve):
+    """Board only with room for the known tokens, which is kept until all of them are computed."""
+
+    preempts = True
+
+    def total(self, request: Request, kv: KVManager) -> int:
+        return kv.layout.held(len(request.token_ids), prefilling=True)
 
 
 MOST_SPANS = 16
 """Into how many the time to come is divided, so that a look ahead costs no more than so many sums."""
 
 
-class Peak:
+class Peak(Optimistic):
     """Board when the pool will hold the running requests and the newcomer at every moment to come.
 
     Decodes advance together, a token a step, so it is known when each of them will be at its greatest length and give
@@ -121,11 +118,7 @@ class Peak:
     foreseen, and nobody is preempted. Whatever `Reserve` would admit beside the same requests is admitted too.
     """
 
-    promises = False
     preempts = False
-
-    def total(self, request: Request, kv: KVManager) -> int:
-        return kv.layout.held(len(request.token_ids), prefilling=True)
 
     def headroom(self, kv: KVManager) -> int:
         return 0

@@ -78,12 +78,16 @@ class KVManager:
         self.tiers = Tiers(capacity, disk_contents if enable_prefix_caching else ())
         self.enable_prefix_caching = enable_prefix_caching
         self.reserved = 0
-        self.num_pinned = 0  # blocks that pinned prefixes hold, or will
         self._hashes = PrefixHashes(capacity.block_size, secret)
         self._pins: dict[bytes, int | None] = {}  # content of a pinned block -> the block, once it exists
         self._ops: list[BlockOp] = []
 
     # -- who has how much
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that pinned prefixes hold, or will."""
+        return len(self._pins)
 
     @property
     def num_available(self) -> int:
@@ -201,7 +205,6 @@ class KVManager:
                 if i >= self.layout.first_kept(end, window):
                     self._pins.setdefault(of_group(content, g), None)
                     self._hold(of_group(content, g), window)
-        self.num_pinned = len(self._pins)
 
     def _hold(self, pinned: bytes, window: int) -> None:
         """Keeps a pinned block for good, if it exists. One of a windowed group will not come back to whoever computed
@@ -261,7 +264,8 @@ class KVManager:
         request.num_indexed = min((at for at, _, _ in hit.swaps), default=len(hit.table)) // self.layout.num_groups
         request.writable_end = slots * self.block_size
         if promise:
-            request.reservation = Reservation(later, [request])
+            for_prompt = total < self.layout.full_blocks(request)
+            request.reservation = Reservation(later, for_prompt, [request])
             self.reserved += later
         return True
 
@@ -339,7 +343,9 @@ class KVManager:
             self._settle(request.reservation)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """The child shares the parent's computed tokens and its reservation."""
+        """The child shares the parent's computed tokens, and its reservation if that is enough for both."""
+        if parent.reservation and parent.reservation.for_prompt:
+            self._leave_reservation(parent)
         used = self.layout.blocks_for(parent.num_computed) * self.layout.num_groups
         child.block_table = parent.block_table[:used]
         for block in child.block_table:
@@ -363,7 +369,8 @@ class KVManager:
 
     def _settle(self, reservation: Reservation) -> None:
         """Keeps of a reservation what its members may still need."""
-        need = min(self._need(reservation.members), reservation.left + max(0, self.num_available))
+        most = reservation.left + (0 if reservation.for_prompt else max(0, self.num_available))
+        need = min(self._need(reservation.members), most)
         self.reserved += need - reservation.left
         reservation.left = need
 
@@ -404,6 +411,9 @@ class KVManager:
         self._release_swapped(request)
         request.block_table, request.table = [], None
         request.num_computed = request.writable_end = request.num_indexed = request.num_slid = 0
+        self._leave_reservation(request)
+
+    def _leave_reservation(self, request: Request) -> None:
         reservation, request.reservation = request.reservation, None
         if reservation:
             reservation.members.remove(request)

@@ -45,7 +45,8 @@ class Order:
         return False
 
     def victim(self, candidates: Iterable[Request]) -> Request | None:
-        """Who makes room when memory runs out. ``candidates`` come from who boarded last to who boarded first."""
+        """Who makes room when memory runs out, None if there are none. ``candidates`` come from who boarded last to who
+        boarded first."""
         return next(iter(candidates), None)
 
 

@@ -6,18 +6,14 @@ is called with a gate and an order, and most likely extends one of those below; 
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
 from chairlift.core.gates import Gate, Reserve, make_gate
 from chairlift.core.order import Order
 from chairlift.core.request import Request
-from chairlift.errors import ConfigError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,66 +127,6 @@ def make_policy(name: str, *, admission: str | None = None, order: Order | None 
             return Continuous(gate, order)
         case "chunked":
             return Chunked(gate, order)
-    return _imported(name, gate, order)
+    from chairlift.core.own_policy import load  # which builds on this module
 
-
-def _imported(path: str, gate: Gate, order: Order) -> Policy:
-    """An instance of the class at an import path, checked for what a policy must have."""
-    module, _, name = path.replace(":", ".").rpartition(".")
-    if not module:
-        raise ConfigError(
-            f"--scheduler-policy must be chunked, continuous, static or an import path such as mypkg.MyPolicy, "
-            f"got {path!r}"
-        )
-    try:
-        policy = getattr(importlib.import_module(module), name)(gate, order)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"--scheduler-policy {path} cannot be used: {_one_line(error)}") from error
-    missing = [part for part in (*Policy.__annotations__, "groups", "quota", "padding") if not hasattr(policy, part)]
-    if missing:
-        raise ConfigError(f"--scheduler-policy {path} is no policy: it lacks {', '.join(missing)}")
-    return Checked(cast(Policy, policy), path)
-
-
-class Checked:
-    """Somebody's policy, held to what a policy may do: whatever it decides, no answer changes. Raises ConfigError,
-    naming it, where it goes beyond."""
-
-    def __init__(self, policy: Policy, path: str) -> None:
-        self.gate, self.order = policy.gate, policy.order
-        self.whole, self.holds = policy.whole, policy.holds
-        self._policy = policy
-        self._path = path
-
-    def groups(self, waiting: Iterable[Request], running: Sequence[Request], slots: int) -> Iterator[Group]:
-        groups = self._ask("groups", lambda: list(self._policy.groups(waiting, running, slots)))
-        for group in groups:
-            if not isinstance(group, Group):
-                raise self._error(f"groups() gave {group!r}, which is no Group")
-            named = [*group.running, *group.partial]
-            if len(set(map(id, named))) != len(named) or not set(map(id, named)) <= set(map(id, running)):
-                raise self._error("groups() named a request twice, or one that does not run")
-            yield group
-
-    def quota(self, need: int, left: int) -> int:
-        n = self._ask("quota", lambda: self._policy.quota(need, left))
-        if not isinstance(n, int):
-            raise self._error(f"quota() gave {n!r}, which is no whole number")
-        return max(0, min(n, need, left))
-
-    def padding(self, request: Request) -> int:
-        n = self._ask("padding", lambda: self._policy.padding(request))
-        return max(0, min(n, request.max_len - len(request.token_ids))) if isinstance(n, int) else 0
-
-    def _ask(self, what: str, question: Callable[[], T]) -> T:
-        try:
-            return question()
-        except Exception as error:
-            raise self._error(f"{what}() raised {_one_line(error)}") from error
-
-    def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"--scheduler-policy {self._path}: {what}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return load(name, gate, order)

@@ -65,9 +65,6 @@ class WaitingQueue:
                 served += request.num_prompt / self._shares.weight(name) if self._shares else 0.0
         return (request for _, _, request in sorted(entries))
 
-    def __contains__(self, request: object) -> bool:
-        return isinstance(request, Request) and request.status in (Status.WAITING, Status.PREEMPTED)
-
     def peek(self) -> Request:
         """The first by the keys alone. There must be somebody."""
         return next(iter(self._lines[self._next_line()]))

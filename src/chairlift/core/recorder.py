@@ -52,7 +52,6 @@ class _Step:
     step_id: int
     started: float
     sequences: tuple[SequenceInfo, ...]
-    num_tokens: int
     events: tuple[Event, ...]
 
 
@@ -68,7 +67,7 @@ class FlightRecorder:
         plan = record.plan
         failed = len(record.result.tokens) < len(plan.items)
         sequences = () if failed else tuple([item.sequence for item in plan.items if not item.discard])
-        self._steps.append(_Step(plan.step_id, record.started, sequences, record.stats.step_tokens, record.events))
+        self._steps.append(_Step(plan.step_id, record.started, sequences, record.events))
         for event in record.events:
             if event.what in ("boarded", "swapped in"):
                 self._note_boarding(event.time)
@@ -101,7 +100,7 @@ class FlightRecorder:
             first = first or request
             if request_id is not None and request.id != request_id:
                 continue
-            if position == 1:
+            if request is scheduler.boarding.head:
                 reason = scheduler.boarding.binding
             else:
                 reason = "order" if request.tenant == first.tenant else scheduler.reason_behind_others

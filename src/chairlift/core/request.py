@@ -186,6 +186,7 @@ _NOT_FOR_BEAMS = (
     "stop",
     "logprobs",
     "prompt_logprobs",
+    "ttft_ms",
 )
 
 
@@ -241,9 +242,13 @@ Key = tuple[str, int]
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Blocks promised to a request and its samples, which draw on it together. ``left`` are not taken yet."""
+    """Blocks promised to a request and its samples, which draw on it together. ``left`` are not taken yet.
+
+    ``for_prompt``: it is not enough for the samples, and is kept only until they are forked.
+    """
 
     left: int = 0
+    for_prompt: bool = False
     members: list[Request] = field(default_factory=list)
 
 

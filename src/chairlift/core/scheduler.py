@@ -139,9 +139,12 @@ class Scheduler:
         if request.num_prompt < 1:
             raise RequestRefused("the prompt is empty; it must hold at least one token")
         if request.num_prompt >= limit:
+            whole = limit == self.capacity.max_model_len
+            bound = f"max-model-len is {limit}" if whole else f"{limit} have room beside the pinned prefixes,"
+            setting = "--max-model-len" if whole else "--kv-cache-memory"
             raise RequestRefused(
-                f"the prompt has {request.num_prompt} tokens, and max-model-len is {limit} with at least one token of "
-                f"output; shorten the prompt to {limit - 1} tokens or raise --max-model-len"
+                f"the prompt has {request.num_prompt} tokens, and {bound} with at least one token of output; "
+                f"shorten the prompt to {limit - 1} tokens or raise {setting}"
             )
         if request.num_samples > slots:
             raise RequestRefused(
@@ -427,6 +430,10 @@ class Scheduler:
     def pin(self, token_ids: Sequence[int]) -> None:
         """The KV of these tokens is computed now, and stays for all tenants. Refuses what would take half of the cache
         or more, with `RequestRefused`."""
+        tokens = [*token_ids, *token_ids[-1:]]  # one more, since a prefix never covers the last token
+        params, id = SamplingParams(max_tokens=1, temperature=0.0), f"pin-{self._next_ticket}"
+        request = Request(id=id, token_ids=tokens, num_prompt=len(tokens), params=params, seed=0)
+        self._refuse(request)
         blocks = self.kv.layout.held(len(token_ids))
         if blocks + self.kv.layout.held(len(token_ids) + 2, prefilling=True) > self.boarding.room:
             raise RequestRefused(
@@ -440,12 +447,7 @@ class Scheduler:
         # What is pinned is not for others.
         while self.kv.num_pinned and self.kv.layout.held(self._longest, prefilling=True) > self.boarding.room:
             self._longest -= 1
-        tokens = [*token_ids, token_ids[-1]]  # one more, since a prefix never covers the last token
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        self.add(
-            Request(id=f"pin-{self._next_ticket}", token_ids=tokens, num_prompt=len(tokens), params=params, seed=0),
-            self._now,
-        )
+        self.add(request, self._now)
 
     def farewell(self) -> StepPlan | None:
         """The last plan, when no more will be scheduled: it keeps the prefix cache where it outlasts the engine."""

@@ -49,6 +49,7 @@ class Sequences:
     def fork(self, parent: Request, index: int) -> Request:
         """Another sample with the tokens and the KV of this one; it runs at once, on a slot that it has already."""
         child = parent.copy(index, len(parent.token_ids))
+        child.num_charged = min(child.num_charged, len(child.token_ids))  # what only the parent was charged for
         self._enter(child)
         self._kv.fork(parent, child)
         self._boarding.join(child)

@@ -27,7 +27,7 @@ class Shares:
         self._counters: dict[str, float] = {}
         self._served = 0.0  # the counter of who was served last
         self._live: Counter[str] = Counter()
-        self.slots: Counter[str] = Counter()  # held by each tenant
+        self.slots: Counter[str] = Counter()  # held by each tenant; none is not kept
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant) or self._weights.get(tenant.partition("/")[2], 1.0)
@@ -54,6 +54,16 @@ class Shares:
         idle = sorted(self._counters.keys() - self._live.keys(), key=self._counters.__getitem__)
         for tenant in idle[:-_MOST_IDLE]:
             del self._counters[tenant]
+
+    def hold(self, request: Request) -> None:
+        """The request got its slots."""
+        self.slots[request.tenant] += request.num_samples
+
+    def give_back(self, request: Request) -> None:
+        """The request gives back the slots of the samples it has."""
+        self.slots[request.tenant] -= request.num_samples
+        if not self.slots[request.tenant]:
+            del self.slots[request.tenant]
 
     def serve(self, tenant: str) -> None:
         """The tenant, having the smallest counter, is served."""

@@ -32,7 +32,18 @@ class Awaited:
 class Life:
     """A request from its Add to its last end. ``open`` are the outputs without an end."""
 
-    __slots__ = ("deepest", "failures", "first_due", "job", "last_due", "max_len", "open", "prompt_logprobs", "texts")
+    __slots__ = (
+        "deepest",
+        "failed_at",
+        "failures",
+        "first_due",
+        "job",
+        "last_due",
+        "max_len",
+        "open",
+        "prompt_logprobs",
+        "texts",
+    )
 
     def __init__(self, job: Job, world: World, now: float, longest: int) -> None:
         self.job = job
@@ -41,7 +52,8 @@ class Life:
         self.open = {i: Awaited(Answer(job, i, length, world.vocab_size, world.stop_rate)) for i in job.outputs}
         self.prompt_logprobs = prompt_logprobs(job, world.vocab_size)
         self.texts: list[Text] | None = None  # of a search, once computed
-        self.failures: Counter[int] = Counter()  # steps failed since one went well, by index (a search has but 0)
+        self.failures: Counter[int] = Counter()  # steps failed since it came past one, by index (a search has but 0)
+        self.failed_at: dict[int, int] = {}  # how far it would have come, had the last of them not failed
         self.deepest = 0  # positions computed
 
     @property

@@ -300,10 +300,14 @@ class _Script:
         self.recent.append(name)
         max_tokens = rng.choice((None, *(1, 2, 4, 6, 8) * 2, *(rng.randint(1, 16) for _ in range(4))))
         draw = self._beams if rng.random() < 0.05 else self._sampling
+        params, limits = draw(max_tokens), self._limits()
+        if params.use_beam_search:
+            limits.pop("ttft_ms", None)  # a search has no first token
+        params = replace(params, **limits)
         return Job(
             name,
             self._prompt(),
-            replace(draw(max_tokens), **self._limits()),
+            params,
             seed=rng.randrange(2**32),
             stop_ids=frozenset(rng.choice(((), (0,), (0, 2)))),
             tenant=rng.choice(self.tenants),

@@ -118,7 +118,9 @@ class Executor(ShadowExecutor):
         self._flying.popleft()
         for item in handle.plan.items:
             if (life := self.client.live.get(item.request_id)) is not None and life.failures:
-                life.failures[0 if item.params.use_beam_search else item.index] = 0
+                index = 0 if item.params.use_beam_search else item.index
+                if item.start + len(item.token_ids) >= life.failed_at.get(index, 0):
+                    life.failures[index] = 0
         result = replace(handle.inner, seconds=handle.seconds, swap_seconds=handle.swap_seconds)
         return self._with_bad_logits(handle, result) if ("logits", handle.number) in self._faults else result
 
@@ -138,9 +140,13 @@ class Executor(ShadowExecutor):
 
     def _fail(self, plan: StepPlan) -> None:
         """All steps in flight never were."""
-        for name, index in {(i.request_id, 0 if i.params.use_beam_search else i.index) for i in plan.items}:
+        ends = {
+            (i.request_id, 0 if i.params.use_beam_search else i.index): i.start + len(i.token_ids) for i in plan.items
+        }
+        for (name, index), end in ends.items():
             if (life := self.client.live.get(name)) is not None:
                 life.failures[index] += 1
+                life.failed_at[index] = end
         self._forget_from(self._flying[0].step_id)
         self._flying.clear()
         self.client.stalled = 0
