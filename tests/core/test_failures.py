@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.core.clock import VirtualClock
 from chairlift.core.engine import Engine
-from chairlift.core.plan import BlockOp, Output, StepPlan, StepResult, StepStats
+from chairlift.core.plan import BlockOp, BlockOpKind, Output, StepPlan, StepResult, StepStats
 from chairlift.core.ports import Abort, Add, Message, Report
 from chairlift.core.request import FinishReason, Request
 from chairlift.errors import StepFailed
@@ -245,6 +245,34 @@ def test_damaged_blocks_are_computed_again(
         damaged += getattr(rig.executor, "count", 0)
     assert damaged > 5
     assert heard[0] == heard[1]
+
+
+class AllDamaged(ShadowExecutor):
+    def damages(self, op: BlockOp) -> bool:
+        return True
+
+
+def test_damage_of_a_block_that_is_somebody_elses_by_now(make_rig: MakeRig) -> None:
+    """With two steps in flight its first owner may have gone; whoever writes there now has lost nothing."""
+    rig = make_rig(executor=AllDamaged, num_blocks=14, host_blocks=9, block_size=1, preemption_mode="swap",
+                   caching=False)  # fmt: skip
+    stays = rig.add("stays", 4, max_tokens=6)
+    gone = rig.add("gone", 8, max_tokens=5)
+    rig.step()
+    rig.scheduler.boarding.preempt(gone, "the test")
+    scheduler, executor, flights = rig.scheduler, rig.executor, []
+    while not any(op.kind is BlockOpKind.SWAP_IN for plan, _ in flights for op in plan.block_ops):
+        assert len(flights) < 2
+        flights.append((plan := scheduler.schedule(0.0), executor.submit(plan)))
+    rig.abort("gone")
+    freed = {op.dst for op in flights[-1][0].block_ops if op.kind is BlockOpKind.SWAP_IN}
+    plan = scheduler.schedule(0.0)
+    flights.append((plan, executor.submit(plan)))
+    assert freed & set(stays.block_table), "it grew into what the other left"
+    for plan, handle in flights:
+        rig.outputs += scheduler.commit(plan, executor.result(handle), 0.0)
+    assert scheduler.stats().total_recomputed_tokens == 0
+    rig.run()
 
 
 def test_other_errors_are_not_swallowed(make_rig: MakeRig, make_request: MakeRequest) -> None:

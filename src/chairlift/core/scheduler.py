@@ -397,8 +397,9 @@ class Scheduler:
         """What was to be swapped in is not there: the requests that got it are computed again."""
         bad = {op.dst for op in flight.plan.block_ops if op.kind is BlockOpKind.SWAP_IN and op.src in damaged}
         self.kv.tiers.forget(damaged)
-        aboard = [r for r in flight.requests if r is not None and r.status is Status.RUNNING]
-        for request in [r for r in aboard if not bad.isdisjoint(r.block_table)]:
+        for item, request in zip(flight.plan.items, flight.requests, strict=True):
+            if request is None or request.status is not Status.RUNNING or bad.isdisjoint(item.block_table):
+                continue
             for other in (flight, *self._in_flight):
                 other.ignore(request)
             self.boarding.preempt(request, "its blocks, which were damaged", lost=True)
