@@ -5,7 +5,6 @@ Every error is a `ConfigError` of one line that names the settings and something
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -125,6 +124,9 @@ def parse_disk_swap(text: str) -> tuple[Path, int]:
     return Path(path), int(gib * 2**30)
 
 
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-6, 1e6  # a tenant's tokens are divided by it, and added up: that must stay exact
+
+
 def parse_tenant_weights(text: str) -> dict[str, float]:
     """The shares of "alice=2,bob=1", by tenant."""
     weights: dict[str, float] = {}
@@ -134,9 +136,10 @@ def parse_tenant_weights(text: str) -> dict[str, float]:
             weight = float(share)
         except ValueError:
             weight = 0.0
-        if not name or not 0 < weight < math.inf:
+        if not name or not _LEAST_WEIGHT <= weight <= _MOST_WEIGHT:
             raise ConfigError(
-                f"--tenant-weights must be names with shares above 0, such as alice=2,bob=1, got {show(part)}"
+                f"--tenant-weights must be names with shares from {_LEAST_WEIGHT:f} to {_MOST_WEIGHT:.0f}, such as "
+                f"alice=2,bob=1, got {show(part)}"
             )
         if name in weights:
             raise ConfigError(f"--tenant-weights names {show(name)} twice; give it one share")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from chairlift.bench.case import Case
+from chairlift.bench.cases.delay import Delay
 from chairlift.bench.cases.fairness import Fairness
 from chairlift.bench.cases.long_prompt import LongPrompt
 from chairlift.bench.cases.prefix import Prefix
@@ -126,5 +127,6 @@ def small() -> dict[str, Case]:
         LongPrompt(prompt=64, output=48),
         Slo(requests=4, clients=2),
         Fairness(flood=4, singles=2, max_num_seqs=2),
+        Delay(bursts=2, burst=3, prompt=8, output=4),
     )
     return {case.name: case for case in cases}

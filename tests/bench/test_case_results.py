@@ -14,7 +14,7 @@ from rich.console import Console
 
 from chairlift.bench.case import Case, Target
 from chairlift.bench.case_report import to_html
-from chairlift.bench.case_results import target_lines, to_json, to_text, write
+from chairlift.bench.case_results import target_lines, to_json, to_table, to_text, write
 from chairlift.bench.cases import CASES
 from chairlift.bench.cases.prefix import Prefix
 from chairlift.bench.measure import Measured
@@ -76,6 +76,18 @@ def test_numbers_are_written_with_their_units() -> None:
     assert write(123.456, "/s") == "123.5"
     assert write(7, "") == "7"
     assert write(2.345, "") == "2.35"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_fits_80_columns(name: str, measured: Run, small: dict[str, Case]) -> None:
+    run = measured(small[name])
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(to_table(run))
+    text = console.export_text()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    words = text.split()
+    for column in small[name].columns:
+        assert set(column.head.split()) <= set(words)
 
 
 def test_what_was_missed_is_said(measured: Run) -> None:

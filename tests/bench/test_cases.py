@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from io import StringIO
 from itertools import pairwise
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,15 +15,16 @@ from rich.console import Console
 from chairlift.bench.case import Case
 from chairlift.bench.case_results import to_table
 from chairlift.bench.cases import CASES
+from chairlift.bench.cases.delay import Delay
 from chairlift.bench.cases.fairness import Fairness
 from chairlift.bench.cases.long_prompt import DECODES, LONG, OWN_PROMPT, LongPrompt
 from chairlift.bench.cases.prefix import Prefix
-from chairlift.bench.cases.slo import Slo, parse_targets
+from chairlift.bench.cases.slo import Slo, parse_times
 from chairlift.bench.cases.thrash import TIMES, Thrash
-from chairlift.bench.cases.waste import Waste
+from chairlift.bench.cases.waste import LONGER, Waste, mean_length
 from chairlift.bench.measure import Measured
 from chairlift.errors import ChairliftError, ParameterError
-from chairlift.sim.workloads import PEAK_OUTPUT
+from chairlift.sim.workloads import PEAK_OUTPUT, PEAK_PROMPT, Lengths, peak
 
 Run = Callable[..., Measured]
 
@@ -33,16 +36,52 @@ def milliseconds(rows: int) -> float:
 
 def test_waste_is_the_unfilled_ends_and_reservations_waste_far_more(measured: Run) -> None:
     run = measured(Waste(scale=0.5))
-    (variant,) = run.variants
-    (numbers,) = run.numbers[variant.label]
-    assert variant.config.block_size == 16 and variant.config.admission == "optimistic"
-    # one block is never full, and on average half of it is empty
-    assert numbers["kv_waste"] == pytest.approx(7.5 / (numbers["mean_tokens"] + 7.5), rel=0.05)
-    assert numbers["kv_waste"] < numbers["reserved_output_waste"] < numbers["reserved_context_waste"] < 1
-    assert (variant.config.max_model_len or 0) >= run.variants[0].workload.longest
-    output = PEAK_OUTPUT.scaled(0.5).high
-    most = max(request.output_tokens for request in variant.workload.requests)
-    assert most <= output, "a request would not fit what it is said to have reserved"
+    for variant, scale in zip(run.variants, (0.5, 0.5 * LONGER), strict=True):
+        (numbers,) = run.numbers[variant.label]
+        assert variant.config.block_size == 16 and variant.config.admission == "optimistic"
+        # one block is never full, and on average half of it is empty
+        assert numbers["kv_waste"] == pytest.approx(7.5 / (numbers["mean_tokens"] + 7.5), rel=0.05)
+        assert numbers["kv_waste"] < numbers["reserved_output_waste"] < numbers["reserved_context_waste"] < 1
+        assert (variant.config.max_model_len or 0) >= variant.workload.longest
+        output = PEAK_OUTPUT.scaled(scale).high
+        most = max(request.output_tokens for request in variant.workload.requests)
+        assert most <= output, "a request would not fit what it is said to have reserved"
+
+
+def test_waste_s_floor_is_7_5_slots_for_each_on_board_of_what_the_run_held(measured: Run) -> None:
+    run = measured(Waste(scale=0.5))
+    for label, (numbers,) in run.numbers.items():
+        (trace,) = run.traces[label]
+        held = aboard = 0.0
+        for step, after in pairwise(trace.steps):
+            held += step.kv_held * (after.end - step.end)
+            aboard += step.running * (after.end - step.end)
+        assert numbers["floor"] == pytest.approx(7.5 * aboard / held)
+    as_is, longer = (run.numbers[variant.label][0] for variant in run.variants)
+    assert longer["floor"] < as_is["floor"]
+    assert [(target.value, target.limit) for target in run.targets] == [
+        (as_is["kv_waste"], as_is["floor"] + 0.002),
+        (longer["kv_waste"], 0.04),
+    ]
+    assert all(target.at_most for target in run.targets)
+
+
+def test_waste_s_second_load_has_the_outputs_of_the_migration_table(measured: Run) -> None:
+    load, longer = (variant.workload for variant in measured(Waste()).variants)
+    assert load == peak(0) and longer == peak(0, LONGER)
+    outputs = [request.output_tokens for seed in range(40) for request in peak(seed, LONGER).requests]
+    assert fmean(outputs) == pytest.approx(1200 * 8.2 / 50, rel=0.02)
+
+
+@pytest.mark.parametrize("lengths", [PEAK_PROMPT, PEAK_OUTPUT, Lengths(50, 1.5, 30, 80), Lengths(9, 0.1, 1, 99)])
+def test_the_mean_of_a_distribution_of_lengths(lengths: Lengths) -> None:
+    rng = Random(0)
+    assert mean_length(lengths) == pytest.approx(fmean(lengths.draw(rng) for _ in range(20_000)), rel=0.02)
+
+
+def test_waste_of_requests_that_end_with_their_first_step_is_nothing(measured: Run) -> None:
+    run = measured(Waste(scale=0.001))
+    assert all(numbers["kv_waste"] == numbers["floor"] == 0 for (numbers,) in run.numbers.values())
 
 
 def test_thrash_demands_what_it_says(measured: Run) -> None:
@@ -142,6 +181,7 @@ def test_slo_measures_every_target_on_the_same_load(measured: Run) -> None:
     assert len({variant.workload for variant in run.variants}) == 1
     assert tight["p99_itl_s"] <= 0.040 < loose["p99_itl_s"] <= 0.100 < free["p99_itl_s"]
     assert (free["target_s"], tight["target_s"]) == (0.0, 0.040)
+    assert "target_s" not in [column.name for column in run.case.columns], "each label says it, and one has none"
     assert 0.99 <= tight["kept"] <= 1
     assert [target.value for target in run.targets] == pytest.approx(
         [tight["p99_itl_s"] / 0.04, loose["p99_itl_s"] / 0.1]
@@ -156,10 +196,55 @@ def test_slo_s_own_targets_follow_the_machine(measured: Run) -> None:
     )
 
 
+def test_delay_boards_a_burst_in_its_first_step_and_pays_for_it(measured: Run) -> None:
+    """The times of a burst of 4, to the step: prompts of 16 tokens, and 4 tokens each."""
+    run = measured(Delay(bursts=6, burst=4, prompt=16, output=4))
+    none, short, long = (run.numbers[variant.label][0] for variant in run.variants)
+    assert (none["first_step"], none["second_step"]) == (1, 4), "who comes during a step boards in the next"
+    assert none["first_ttft_s"] == pytest.approx(milliseconds(16))
+    assert none["burst_s"] == pytest.approx(
+        milliseconds(16) + milliseconds(1 + 3 * 16) + 2 * milliseconds(4) + milliseconds(3)
+    )
+    assert (long["first_step"], long["second_step"]) == (4, 4)
+    assert long["first_ttft_s"] == pytest.approx(0.020 + milliseconds(4 * 16))
+    assert long["burst_s"] == pytest.approx(0.020 + milliseconds(4 * 16) + 3 * milliseconds(4))
+    within = [
+        sum(request.arrival_s <= phase.requests[0].arrival_s + 0.005 for request in phase.requests)
+        for phase in run.variants[0].workload.phases
+    ]
+    assert 1 < short["first_step"] == fmean(within) < 4
+    assert [(target.value, target.limit) for target in run.targets] == [(1, 1), (short["first_step"],) * 2, (4, 4)]
+    assert all(not target.at_most for target in run.targets)
+
+
+def test_delay_sends_the_same_bursts_each_to_an_idle_engine(measured: Run) -> None:
+    run = measured(Delay(bursts=5, burst=4, prompt=16, output=4, max_batch_delay_ms="1,2,40"))
+    assert [variant.config.max_batch_delay_ms for variant in run.variants] == [0, 1, 2, 40]
+    (load,) = {variant.workload for variant in run.variants}
+    assert len({phase.requests[0].arrival_s for phase in load.phases}) == 5, "drawn anew for each"
+    assert all(0 <= request.arrival_s <= 0.010 for request in load.requests)
+    for (trace,) in run.traces.values():
+        bursts = [[trace.requests[request.id] for request in phase.requests] for phase in load.phases]
+        for before, after in pairwise(bursts):
+            assert max(request.finish for request in before) <= min(request.arrival for request in after)
+
+
+def test_a_burst_that_fills_the_slots_ends_the_delay(measured: Run) -> None:
+    run = measured(Delay(bursts=6, burst=4, prompt=16, output=4, max_batch_delay_ms="500", max_num_seqs=4))
+    spans = [phase.requests[-1].arrival_s - phase.requests[0].arrival_s for phase in run.variants[0].workload.phases]
+    assert run.medians["delay of 500 ms"]["first_ttft_s"] == pytest.approx(fmean(spans) + milliseconds(4 * 16))
+
+
+def test_a_burst_that_comes_all_at_once_needs_no_delay(measured: Run) -> None:
+    run = measured(Delay(bursts=2, burst=4, prompt=16, output=1, spread_ms=0.0))
+    assert all(numbers["first_step"] == numbers["second_step"] == 4 for (numbers,) in run.numbers.values())
+    assert all(target.met for target in run.targets)
+
+
 @pytest.mark.parametrize("text", ["", "x", "40,", "40,40", "0", "-1", "nan", "inf"])
-def test_targets_that_cannot_be(text: str) -> None:
-    with pytest.raises(ParameterError, match="--slo-itl must be different times in ms"):
-        parse_targets(text)
+def test_times_that_cannot_be(text: str) -> None:
+    with pytest.raises(ParameterError, match="--slo-itl must be different times in ms, above 0 and at most 1e"):
+        parse_times(text, "slo_itl")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +258,13 @@ def test_targets_that_cannot_be(text: str) -> None:
         (lambda: Fairness(singles=0), "--singles must be a whole number from 1"),
         (lambda: Slo(requests=3, clients=4), "--requests must be a whole number from 4"),
         (lambda: Thrash(scale=float("nan")), "scale must be a number above 0"),
-        (lambda: Waste(scale=0.0), "scale must be a number above 0"),
+        (lambda: Waste(scale=0.0), "--scale must be a number above 0 and at most 21, got 0"),
+        (lambda: Waste(scale=21.5), "--scale must be a number above 0 and at most 21, got 21.5"),
+        (lambda: Delay(burst=0), "--burst must be a whole number from 1"),
+        (lambda: Delay(max_num_seqs=7), "--max-num-seqs must be a whole number from 8"),
+        (lambda: Delay(spread_ms=-1.0), "--spread-ms must be from 0 to 10000, got -1"),
+        (lambda: Delay(spread_ms=float("nan")), "--spread-ms must be from 0 to 10000, got nan"),
+        (lambda: Delay(max_batch_delay_ms="5,20000"), "--max-batch-delay-ms must be different times in ms, above 0"),
     ],
 )
 def test_options_that_cannot_be(make: Callable[[], Any], message: str) -> None:

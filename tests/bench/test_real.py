@@ -86,6 +86,7 @@ SMALL = {
     "long-prompt": ["--prompt", "64", "--output", "48"],
     "slo": ["--requests", "2", "--clients", "2", "--slo-itl", "1000"],
     "fairness": ["--flood", "2", "--singles", "1", "--max-num-seqs", "2"],
+    "delay": ["--bursts", "2", "--burst", "2", "--prompt", "8", "--output", "4"],
 }
 
 

@@ -137,6 +137,14 @@ def test_disk_swap() -> None:
 
 def test_tenant_weights() -> None:
     assert parse_tenant_weights("alice=2, bob=0.5,a=b=1") == {"alice": 2.0, "bob": 0.5, "a=b": 1.0}
+    assert parse_tenant_weights("least=1e-6,most=1e6") == {"least": 1e-6, "most": 1e6}
+
+
+@pytest.mark.parametrize("part", ["a=1e-320", "a=9e-7", "a=1000001", "a=1e308"])
+def test_a_weight_that_arithmetic_would_not_survive(part: str) -> None:
+    """Tokens are divided by it: of 1e-320 they would be infinite, and all such tenants equal."""
+    with pytest.raises(ConfigError, match=f"shares from 0.000001 to 1000000, .*, got '{part}'$"):
+        parse_tenant_weights(f"b=1,{part}")
 
 
 def test_who_never_preempts() -> None:

@@ -387,6 +387,17 @@ def test_a_step_that_failed_is_no_decode(make_rig: MakeRig, make_request: MakeRe
     ]
 
 
+def test_what_a_failed_step_did_is_known_at_once(make_rig: MakeRig, make_request: MakeRequest) -> None:
+    rig = make_rig()
+    rig.executor.fails = lambda plan: plan.step_id == 1
+    world = World(rig)
+    rig.executor.submit = type(rig.executor).submit.__get__(rig.executor)
+    world.add(make_request("a", 4, max_tokens=5))
+    world.steps(2)
+    assert world.life("a")[-1][0] == "preempted"
+    world.run()
+
+
 def test_only_the_last_steps_are_kept(make_rig: MakeRig, make_request: MakeRequest) -> None:
     """M5: a ring. Of a longer life the end can be read, and what is asked of it is small."""
     world = World(make_rig(max_model_len=64))

@@ -63,6 +63,21 @@ def test_context_shrinks_to_the_pool() -> None:
     assert divide(EngineConfig(), free=200 * MIB).max_model_len == 79 * 16
 
 
+@pytest.mark.parametrize("share", [{"kv_cache_memory": "100MiB"}, {"gpu_memory_utilization": 0.201}])
+def test_a_context_below_the_models_is_a_warning(
+    share: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory._log, "handlers", [caplog.handler])
+    monkeypatch.setattr(memory._log, "propagate", False)  # others may have set up the log of a process, or not
+    length = divide(EngineConfig(**share)).max_model_len
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"the context is {length} tokens, not the model's 4096: ")
+    assert line.endswith(f"raise --{next(iter(share)).replace('_', '-')}")
+    divide(EngineConfig(**share, max_model_len=length))
+    divide(EngineConfig())
+    assert len(caplog.records) == 1, "who asked for it, or has all, is not told"
+
+
 def test_windows_leave_room_for_longer_contexts() -> None:
     """Layers with a window take as many blocks as it needs, however long the context; the rest of it needs one more."""
     groups = KVGroups(windows=(0, 64, 64, 64), layers=((0,), (1,), (2,), (3,)))

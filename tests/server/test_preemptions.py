@@ -61,3 +61,9 @@ def test_advice_is_what_is_not_done_yet():
     assert "--admission" not in done and "--swap-space" not in done
     assert "--kv-cache-memory" in done and "--order priority" in done
     assert "--fair-tenants" in advice(EngineConfig(fair_tenants=True))
+
+
+@pytest.mark.parametrize("room", [{"swap_space": 4}, {"disk_swap": "kv,1"}, {"swap_space": 4, "disk_swap": "kv,1"}])
+def test_advice_knows_where_the_kv_is_kept(room):
+    assert "keep the KV" not in advice(EngineConfig(**room))
+    assert "keep the KV, by --preemption-mode auto" in advice(EngineConfig(**room, preemption_mode="recompute"))

@@ -337,6 +337,8 @@ def test_the_report_counts_groups_windows_and_swap_space(caplog, monkeypatch):
     main._report(ipc.Ready(0, capacity, {"max_num_batched_tokens": 16}))
     assert "34 blocks of 16 tokens; 3 requests of the full length of 100 tokens fit at once" in caplog.text
     assert "all of it is 500 bytes, 50.0 % of the 1,000 bytes" in caplog.text
+    main._report(ipc.Ready(0, Capacity(7, 16, 100), {"max_num_batched_tokens": 16}))
+    assert "; 1 request of the full length of 100 tokens fits at once" in caplog.text
 
 
 def test_params_reach_the_engine_as_they_are():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from chairlift import log
 from chairlift.config import EngineConfig, parse_bytes
 from chairlift.errors import ConfigError
 from chairlift.log import short_bytes as show
@@ -22,6 +23,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_OF_SELF = Path("/proc/self/cgroup")
 _GIB_DIGITS = 10**4
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
+_log = log.get("memory")
 
 
 def batch_tokens(config: EngineConfig, max_model_len: int) -> int:
@@ -110,6 +112,13 @@ def plan_memory(
     if wanted is not None and wanted > longest:
         raise ConfigError(_too_long(config, wanted, longest, needed(wanted)))
     length = wanted or longest
+    if wanted is None and length < max_positions:
+        _log.warning(
+            "the context is %d tokens, not the model's %d: the KV cache holds no longer request; raise %s",
+            length,
+            max_positions,
+            "--gpu-memory-utilization" if config.gpu_memory_utilization is not None else "--kv-cache-memory",
+        )
     most = config.max_num_seqs * needed(length) // block_bytes
     num_blocks = pool(length) // block_bytes
     if given is None:

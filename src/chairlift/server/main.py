@@ -287,12 +287,15 @@ def _report(ready: ipc.Ready) -> None:
             log.exact_bytes(free),
             log.exact_bytes(budget),
         )
+    at_once = capacity.num_blocks // ready.held(capacity.max_model_len)
     _log.info(
-        "KV cache: %d blocks of %d tokens; %d requests of the full length of %d tokens fit at once",
+        "KV cache: %d blocks of %d tokens; %d %s of the full length of %d tokens %s at once",
         capacity.num_blocks,
         capacity.block_size,
-        capacity.num_blocks // ready.held(capacity.max_model_len),
+        at_once,
+        "request" if at_once == 1 else "requests",
         capacity.max_model_len,
+        "fits" if at_once == 1 else "fit",
     )
     facts = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in ready.details.items())
     _log.info("device: %s; %s", capacity.device, facts)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from chairlift.config import EngineConfig
+from chairlift.config_checks import swaps
 from chairlift.core.plan import StepStats
 from chairlift.server.metrics import gain
 
@@ -56,8 +57,10 @@ def advice(config: EngineConfig) -> str:
     ways = ["raise --kv-cache-memory", "lower --max-num-seqs"]
     if config.admission not in ("reserve", "peak"):
         ways.append("board only with room, by --admission peak")
-    if not config.swap_space:
+    if not swaps(config):
         ways.append("keep the KV, by --swap-space")
+    elif config.preemption_mode == "recompute":
+        ways.append("keep the KV, by --preemption-mode auto")
     if config.order == "priority" or config.fair_tenants:
         right = "--order priority" if config.order == "priority" else "--fair-tenants"
         return f"some are what {right} asks for; to have fewer for want of KV blocks, {_or(ways)}"

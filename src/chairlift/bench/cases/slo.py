@@ -34,7 +34,6 @@ class Slo:
 
     name: ClassVar[str] = "slo"
     columns: ClassVar[tuple[Column, ...]] = (
-        Column("target_s", "target,\nms", "ms"),
         Column("p50_itl_s", "P50 ITL,\nms", "ms"),
         Column("p99_itl_s", "P99 ITL,\nms", "ms"),
         Column("kept", "kept", "%"),
@@ -44,14 +43,15 @@ class Slo:
     )
     notes: ClassVar[str] = (
         f"Prompts of {PROMPT[0]} to {PROMPT[1]} tokens, outputs of {OUTPUT[0]} to {OUTPUT[1]}. Kept: the share of the "
-        "times between tokens that are within the target. The engine learns the speed of its steps anew in each run."
+        "times between tokens that are within the target, or all where there is none. The engine learns the speed of "
+        "its steps anew in each run."
     )
 
     def __post_init__(self) -> None:
         whole("clients", self.clients, 1, 1024)
         whole("requests", self.requests, self.clients, 10_000)
         if self.slo_itl is not None:
-            parse_targets(self.slo_itl)
+            parse_times(self.slo_itl, "slo_itl")
 
     def config(self, base: EngineConfig) -> EngineConfig:
         return replace(
@@ -63,7 +63,7 @@ class Slo:
 
     def variants(self, lab: Lab, config: EngineConfig, seed: int) -> Sequence[Variant]:
         load = self._load(seed)
-        targets = parse_targets(self.slo_itl) if self.slo_itl else self._default_targets(lab, config)
+        targets = parse_times(self.slo_itl, "slo_itl") if self.slo_itl else self._default_targets(lab, config)
         limited = [Variant(f"--slo-itl {target:g}", load, replace(config, slo_itl=target)) for target in targets]
         return [Variant("no target", load, config), *limited]
 
@@ -103,12 +103,15 @@ class Slo:
         ]
 
 
-def parse_targets(text: str) -> list[float]:
-    """Milliseconds of "40,80". Raises ParameterError."""
+def parse_times(text: str, name: str, *, most: float = 1e9) -> list[float]:
+    """Milliseconds of "40,80", given as the option ``name``. Raises ParameterError."""
     try:
-        targets = [float(part) for part in text.split(",")]
+        times = [float(part) for part in text.split(",")]
     except ValueError:
-        targets = []
-    if not targets or len(set(targets)) < len(targets) or not all(0 < target <= 1e9 for target in targets):
-        raise ParameterError("slo_itl", f"--slo-itl must be different times in ms, e.g. 40,80, got {text!r}")
-    return targets
+        times = []
+    if not times or len(set(times)) < len(times) or not all(0 < time <= most for time in times):
+        flag = name.replace("_", "-")
+        raise ParameterError(
+            name, f"--{flag} must be different times in ms, above 0 and at most {most:g}, e.g. 5,20, got {text!r}"
+        )
+    return times
