@@ -305,3 +305,43 @@ def test_tenants_that_left_hold_nothing_for_ever(make_rig: MakeRig) -> None:
         rig.add(f"r{i}", 4, n=1 + i % 3, max_tokens=2, tenant=f"t{i}", **search)
         rig.run()
     assert not rig.scheduler._shares.slots
+
+
+def test_a_prompt_for_which_others_made_way_goes_on(make_rig: MakeRig) -> None:
+    """M2, S4: who made way was served less and boards again at once, before it; it must not take back what it gave."""
+    rig = make_rig(order="priority", fair=True, num_blocks=40, block_size=1, max_model_len=40, max_num_seqs=4, budget=4,
+                   caching=False, max_preemptions=1000)  # fmt: skip
+    rig.add("a", 24, max_tokens=4, tenant="A")
+    for _ in range(2):
+        rig.step()
+    rig.scheduler._shares._counters["A"] += 1000
+    rig.add("other", 1, max_tokens=20, tenant="B")
+    rig.add("b", 12, max_tokens=4, tenant="B")
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions <= 3, "8 if they go first"
+
+
+def test_nobody_comes_before_each_other(make_rig: MakeRig) -> None:
+    """S4: two that push each other out would never come to an end. The order is for those of one tenant."""
+    rig = make_rig(order="priority", fair=True, max_num_seqs=6)
+    requests = [
+        rig.add(f"{tenant}{i}", 4, max_tokens=9, tenant=tenant, priority=priority)
+        for tenant, priorities in (("A", [5]), ("B", [0, -1]), ("C", [2, -3, 1]))
+        for i, priority in enumerate(priorities)
+    ]
+    rig.step()
+    before = rig.scheduler.boarding._comes_before
+    pairs = [(a, b) for a in requests for b in requests if before(a, b)]
+    assert pairs and not any((b, a) in pairs for a, b in pairs)
+    assert all(a.tenant < b.tenant for a, b in pairs if a.tenant != b.tenant), "who has fewer slots"
+
+
+def test_a_high_class_takes_no_other_tenants_only_slot(make_rig: MakeRig) -> None:
+    """S5: classes are each tenant's own affair."""
+    rig = make_rig(order="priority", fair=True, max_num_seqs=1)
+    rig.add("a", 8, max_tokens=8, tenant="A", priority=5)
+    rig.step()
+    rig.step()
+    rig.add("b", 4, max_tokens=4, tenant="B", priority=0)
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions == 0

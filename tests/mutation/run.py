@@ -30,12 +30,12 @@ WORKLOADS = TESTS / "test_invariance.py"
 WORLDS = ROOT / "tests" / "simulation" / "test_worlds.py"
 NEAR = {
     "batch": ("policy", "scheduler", "depth"),
-    "boarding": ("policy", "order", "preemption", "pace", "shares"),
+    "boarding": ("shares", "order", "preemption", "policy", "pace", "recorder"),
     "gates": ("policy", "promises", "gates"),
     "kv": ("kv", "tiers", "windows", "promises", "preemption"),
     "own_policy": ("own_policy",),
     "layout": ("kv", "windows", "promises", "beams"),
-    "planner": ("scheduler", "policy", "pace", "preemption"),
+    "planner": ("scheduler", "policy", "pace", "preemption", "shares"),
     "prefix": ("kv",),
     "request": ("request", "scheduler", "deadlines"),
     "scheduler": ("scheduler", "policy", "deadlines", "delay", "failures", "beams"),

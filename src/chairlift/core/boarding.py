@@ -41,6 +41,7 @@ class Boarding:
         running: in the order of boarding.
         slots_used: a request of n samples takes n slots from the start.
         head: the first in the queue, who could not board; None if nobody waits.
+        favoured: for whom others have made way before this step. Whatever its rank it is planned before them.
         binding: for want of what, a word of recorder.REASONS; empty if nobody waits.
     """
 
@@ -58,6 +59,7 @@ class Boarding:
         self.running: dict[Key, Request] = {}
         self.slots_used = 0
         self.head: Request | None = None
+        self.favoured: Request | None = None
         self.binding = ""
         self.totals = Totals()
         self._capacity = capacity
@@ -71,7 +73,6 @@ class Boarding:
         self._stuck_for = ""  # for want of what
         self._tries = 0  # in which it was passed over
         self._in_vain: Request | None = None  # nobody makes way for it, until something is given back
-        self._favoured: Request | None = None  # for whom others made way
         self._told: tuple[Request | None, str] = (None, "")
 
     @property
@@ -102,10 +103,10 @@ class Boarding:
         return min(request.writable_end, request.max_len - 1)
 
     def _comes_before(self, other: Request, request: Request) -> bool:
-        """Whether a running request would rather leave itself than push out this other one."""
-        if self._policy.order.outranks(other, request):
-            return True
-        return self._shares is not None and self._shares.holds_less(other, request)
+        """Whether a running request would rather leave itself than push out this other one. Never both ways."""
+        if self._shares and other.tenant != request.tenant:  # the order is for those of one tenant
+            return self._shares.holds_less(other, request)
+        return self._policy.order.outranks(other, request)
 
     def _may_leave(self, request: Request) -> bool:
         """Who may be preempted: nobody in this step or in flight, preempted often, or searching with beams."""
@@ -147,8 +148,8 @@ class Boarding:
 
     def next(self, now: float) -> Request | None:
         """Who boards next: somebody for whom others have just made way, or else the first in the queue."""
-        if self._favoured is not None and self._favoured.status in (Status.WAITING, Status.PREEMPTED):
-            return self._favoured
+        if self.favoured is not None and self.favoured.status in (Status.WAITING, Status.PREEMPTED):
+            return self.favoured
         if not self.waiting:
             return None
         if self.slots_used >= self._settings.max_num_seqs:  # nobody can: no need to choose well
@@ -163,7 +164,7 @@ class Boarding:
         To be called before anybody is planned, since whoever is in a step stays. With a step in flight it returns who
         is to be left out of this one, so that it can leave before the next.
         """
-        self._favoured = None
+        self.favoured = None
         if not (self._shares or self._policy.order.preempts):
             return None
         growing = [  # as num_remaining > 1, which would cost a call for each in each step
@@ -173,16 +174,19 @@ class Boarding:
         ]
         for request in growing:
             if request.status is Status.RUNNING and self._needs(request) > self._kv.num_available:
+                before = self.totals.preemptions
                 leaving = self._push_out(request, self._comes_before, self._lacks_memory)
                 if leaving is not None:
                     return leaving
+                if self.totals.preemptions > before:
+                    self.favoured = self.favoured or request
         head = self.next(now)
         if head is None or head is self._in_vain:
             return None
         before = self.totals.preemptions
         leaving = self._push_out(head, self._outranks, lambda request, without: bool(self._lack(request, without)))
         if self.totals.preemptions > before:
-            self._favoured = head
+            self.favoured = self.favoured or head
         elif leaving is None and head is self._stuck and not self._shares:  # whose counters change with every step
             self._in_vain = head
         return leaving
@@ -250,11 +254,12 @@ class Boarding:
         return self._stuck_for == "gate" and self._tries >= self._kv.block_size
 
     def _outranks(self, waiting: Request, running: Request) -> bool:
-        if not self._policy.order.outranks(waiting, running) and not (
-            self._shares and self._shares.outranks(waiting, running)
-        ):
-            return False
-        return self.waiting.rank(waiting) < self.waiting.rank(running)  # else it would be the first to board again
+        if self._shares and waiting.tenant != running.tenant:
+            outranks = self._shares.outranks(waiting, running)
+        else:
+            outranks = self._policy.order.outranks(waiting, running)
+        # Else it would be the first to board again.
+        return outranks and self.waiting.rank(waiting) < self.waiting.rank(running)
 
     def _try_to_board(self, batch: Batch, request: Request) -> str:
         """Boards the request, or says for want of what it cannot."""

@@ -105,12 +105,12 @@ class Planner:
 
     def _add_prefills(self, batch: Batch, group: Group, now: float) -> None:
         """Pieces of prompts, by rank: of those aboard and of those who wait."""
-        rank = self._boarding.waiting.rank
-        aboard = deque(sorted(group.partial, key=rank))
+        rank, favoured = self._boarding.waiting.rank, self._boarding.favoured
+        aboard = deque(sorted(group.partial, key=lambda request: (request is not favoured, rank(request))))
         boards = group.boards
         while aboard or boards:
             head = self._boarding.next(now) if boards else None
-            if aboard and (head is None or rank(aboard[0]) <= rank(head)):
+            if aboard and (head is None or aboard[0] is favoured or rank(aboard[0]) <= rank(head)):
                 request = aboard.popleft()
                 if batch.left > 0 and request.status is Status.RUNNING:
                     self._continue(batch, request)

@@ -104,7 +104,7 @@ class Client:
         sent: set[str] = set()
         while self._next is not None and self._next_at <= self._clock.true and not self._is_full:
             what = self._next.what
-            if (isinstance(what, Job) and what.id in sent) or (isinstance(what, Prefix) and messages):
+            if messages and (isinstance(what, Prefix) or (isinstance(what, Job) and self._depends(what, sent))):
                 break  # what becomes of the messages before it must be known first
             if isinstance(what, Job):
                 sent.add(what.id)
@@ -115,6 +115,10 @@ class Client:
                 break  # since it bounds the length of those after it
         self.taken_at = max(self._clock.latest, self._clock.shown)
         return messages
+
+    def _depends(self, job: Job, sent: set[str]) -> bool:
+        """Whether messages just sent decide what becomes of a job: an abort may end all of a static batch."""
+        return job.id in sent or (job.id in self.live and not job.takes_over)
 
     @property
     def _is_full(self) -> bool:

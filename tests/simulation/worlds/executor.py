@@ -116,8 +116,12 @@ class Executor(ShadowExecutor):
             self._fail(handle.plan)
             raise StepFailed(f"step {handle.plan.step_id} failed")
         self._flying.popleft()
+        lost = {
+            op.dst for op in handle.plan.block_ops if op.kind is BlockOpKind.SWAP_IN and op.src in handle.inner.damaged
+        }
         for item in handle.plan.items:
-            if (life := self.client.live.get(item.request_id)) is not None and life.failures:
+            life = self.client.live.get(item.request_id)
+            if life is not None and life.failures and lost.isdisjoint(item.block_table):
                 index = 0 if item.params.use_beam_search else item.index
                 if item.start + len(item.token_ids) >= life.failed_at.get(index, 0):
                     life.failures[index] = 0
