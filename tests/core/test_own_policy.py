@@ -262,6 +262,30 @@ def test_a_key_is_a_finite_number(make_rig: MakeRig, monkeypatch: pytest.MonkeyP
         rig.add("a", 4)
 
 
+class Shorter(Order):
+    """Would let the shorter take the place of the longer, whom its key then puts first again."""
+
+    preempts = True
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return waiting.num_prompt < running.num_prompt
+
+
+class Contradicted(Chunked):
+    def __init__(self, gate: Any, order: Any) -> None:
+        super().__init__(gate, Shorter())
+
+
+def test_nobody_makes_way_who_would_board_first_again(make_rig: MakeRig) -> None:
+    """S4: an order that contradicts itself must not move two requests in and out for ever."""
+    rig = make_rig("mine.Contradicted", max_num_seqs=1)
+    rig.add("long", 9, max_tokens=5)
+    rig.step()
+    rig.add("short", 4, max_tokens=2)
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions == 0
+
+
 def test_an_order_chooses_among_those_who_wait(
     make_rig: MakeRig, make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

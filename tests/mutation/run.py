@@ -30,7 +30,7 @@ WORKLOADS = TESTS / "test_invariance.py"
 WORLDS = ROOT / "tests" / "simulation" / "test_worlds.py"
 NEAR = {
     "batch": ("policy", "scheduler", "depth"),
-    "boarding": ("shares", "order", "preemption", "policy", "pace", "recorder"),
+    "boarding": ("shares", "order", "preemption", "policy", "pace", "recorder", "own_policy", "gates", "mutants_found"),
     "gates": ("policy", "promises", "gates"),
     "kv": ("kv", "tiers", "windows", "promises", "preemption"),
     "own_policy": ("own_policy",),
