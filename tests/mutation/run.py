@@ -30,7 +30,7 @@ WORKLOADS = TESTS / "test_invariance.py"
 WORLDS = ROOT / "tests" / "simulation" / "test_worlds.py"
 NEAR = {
     "batch": ("policy", "scheduler", "depth"),
-    "boarding": ("shares", "order", "preemption", "policy", "pace", "recorder", "own_policy", "gates", "mutants_found"),
+    "boarding": ("shares", "order", "preemption", "policy", "pace", "recorder", "own_policy", "gates"),
     "gates": ("policy", "promises", "gates"),
     "kv": ("kv", "tiers", "windows", "promises", "preemption"),
     "own_policy": ("own_policy",),
@@ -43,6 +43,9 @@ NEAR = {
     "sequences": ("scheduler", "shares", "beams", "failures"),
 }
 """Where the tests of a module are, if not in the one file of its name."""
+
+FOUND = ("mutants_found", "found")
+"""Tests of faults that others once missed."""
 
 SLOW = ("windows", "beams", "failures", "depth", "progress", "kv_machine", "gates")
 SECONDS_A_TEST = 60  # each takes a few at most
@@ -83,7 +86,7 @@ def stages(modules: Sequence[str], quick: bool) -> list[Stage]:
     random worlds."""
     if quick:
         return [random_runs(WORKLOADS, 60), *unit_tests(modules)]
-    near = list(dict.fromkeys(name for module in modules for name in NEAR.get(module, (module,))))
+    near = list(dict.fromkeys([name for module in modules for name in NEAR.get(module, (module,))] + [*FOUND]))
     names = sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py") if path != WORKLOADS)
     others = sorted((name for name in names if name not in near), key=lambda name: name in SLOW)
     return [*unit_tests(near), random_runs(WORKLOADS, 200), *unit_tests(others), random_runs(WORLDS, 100)]
