@@ -679,3 +679,31 @@ def test_a_view_counts_the_blocks_that_are_held(make_rig: MakeRig) -> None:
     (view,) = FlightRecorder().report(1, "a", rig.scheduler, 0.0).requests
     assert view.num_blocks == rig.capacity.num_blocks - rig.kv.pool.num_free < len(request.block_table)
     rig.run()
+
+
+def test_peak_does_not_count_on_blocks_that_the_newcomer_shares(make_rig: MakeRig) -> None:
+    """They stay in use when the other has ended."""
+    rig = make_rig(admission="peak", num_blocks=20, max_num_seqs=4)
+    rig.add("first", range(20), max_tokens=3)
+    rig.add("long", 4, max_tokens=34)
+    rig.step()
+    rig.add("shares", [*range(20), 77], max_tokens=36)
+    rig.run()
+    assert rig.scheduler.stats().total_preemptions == 0
+
+
+def test_what_is_kept_for_a_prompt_does_not_grow(make_store: MakeStore, make_request: MakeRequest) -> None:
+    """When its window moves on, the others' memory is not taken for samples that will have to find their own."""
+    store = make_store(60, windows=(0, 8), max_chunk=8)
+    request = make_request("a", 40, n=8, max_tokens=20)
+    request.max_len = 60
+    kept = store.kv.layout.held(40, prefilling=True)
+    assert kept < store.kv.layout.full_blocks(request)
+    assert store.board(request, 8, total=kept, promise=True)
+    reserved = [store.kv.reserved]
+    while request.num_computed < 40:
+        store.commit(request)
+        reserved.append(store.kv.reserved)
+        if request.num_computed < 40:
+            assert store.grow(request, 8)
+    assert reserved == sorted(reserved, reverse=True) and reserved[0] > 0
