@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from chairlift.runners.disk import DiskFile
     from chairlift.runners.native import NativeRunner
 
+STEP_SHARE = 0.95  # of the target for the time between tokens: planning and what becomes of the tokens take the rest
 IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
 
 Recorder = Callable[[StepRecord], None]
@@ -80,7 +81,7 @@ def make_scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         preemption_mode=config.preemption_mode or "auto",
         max_preemptions=DEFAULT_MAX_PREEMPTIONS if config.max_preemptions is None else config.max_preemptions,
-        slo_itl=_seconds(config.slo_itl),
+        slo_itl=None if config.slo_itl is None else STEP_SHARE * config.slo_itl / 1000,
         max_batch_delay=config.max_batch_delay_ms / 1000,
         check=config.debug,
     )

@@ -207,9 +207,9 @@ def test_a_long_prompt_keeps_the_time_between_tokens(make_rig: MakeRig) -> None:
     """S1, S2: P99 of all steps that decode, from the first chunk to the last. Without a target it is far above."""
     target = 0.015
     seconds, shortest = beside_decodes(make_rig, target)
-    assert percentile(seconds, 0.99) < 0.97 * target, "a step is not all of the time between tokens"
+    assert percentile(seconds, 0.99) < target
     assert sum(seconds) / len(seconds) > 0.7 * target, "what the target allows is used"
-    assert shortest > 12
+    assert shortest > 16
     seconds, _ = beside_decodes(make_rig, None)
     assert percentile(seconds, 0.99) > 3 * target
 

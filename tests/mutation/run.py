@@ -38,7 +38,6 @@ NEAR = {
     "planner": ("scheduler", "policy", "pace", "preemption", "shares"),
     "prefix": ("kv",),
     "request": ("request", "scheduler", "deadlines"),
-    "settings": ("pace",),
     "scheduler": ("scheduler", "policy", "deadlines", "delay", "failures", "beams"),
     "searches": ("beams",),
     "sequences": ("scheduler", "shares", "beams", "failures"),

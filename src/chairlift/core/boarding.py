@@ -267,7 +267,7 @@ class Boarding:
             return "slots"
         if batch.left <= 0:
             return "slo" if batch.paced else "tokens"
-        if batch.items and self._settings.step_target is not None and self._too_slow_with(request):
+        if batch.items and self._settings.slo_itl is not None and self._too_slow_with(request):
             return "slo"
         gate = self._gate(request)
         hit = self._kv.lookup(request)
@@ -328,13 +328,13 @@ class Boarding:
 
     def _too_slow_with(self, request: Request) -> bool:
         """Whether another decode would make the steps slower than their target, even without any prompt."""
-        assert self._settings.step_target is not None
+        assert self._settings.slo_itl is not None
         decoding = [r for r in self.running.values() if r.num_remaining <= 1]
         if not decoding or not self._pace.known:
             return False
         positions = sum(r.num_planned for r in self.running.values()) + len(request.token_ids)
         work = Work(len(self.running) + request.num_samples, positions)
-        return self._pace.safe_seconds(work) > self._settings.step_target
+        return self._pace.safe_seconds(work) > self._settings.slo_itl
 
     def _padding(self, request: Request, total: int) -> int:
         """Padding that the policy wants, as far as the request would still fit an empty cache."""

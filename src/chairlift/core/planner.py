@@ -33,8 +33,8 @@ class Planner:
         """Takes candidates in the group's order while the token budget lasts."""
         batch = Batch(self._settings.max_num_batched_tokens)
         self._add_decodes(batch, group.running)
-        if self._settings.step_target is not None and batch.items:
-            self._keep_pace(batch, self._settings.step_target)
+        if self._settings.slo_itl is not None and batch.items:
+            self._keep_pace(batch, self._settings.slo_itl)
         self.budget = len(batch.items) + batch.left
         self._add_prefills(batch, group, now)
         return batch

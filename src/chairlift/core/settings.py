@@ -15,7 +15,7 @@ class Settings:
         enable_prefix_caching: find the KV of equal beginnings.
         preemption_mode: recompute, swap, or auto: the cheaper by measured rates.
         max_preemptions: who was preempted so often boards with all its memory promised, and stays.
-        slo_itl: target for the time between tokens; None for none.
+        slo_itl: target for the time of a step that decodes; None for none.
         max_batch_delay: an idle engine waits so long for more requests.
         check: verify the invariants after each plan and commit (slow).
     """
@@ -28,8 +28,3 @@ class Settings:
     slo_itl: float | None = None
     max_batch_delay: float = 0.0
     check: bool = False
-
-    @property
-    def step_target(self) -> float | None:
-        """For the time of a step by itself: planning and what becomes of the tokens take some of that between them."""
-        return None if self.slo_itl is None else 0.95 * self.slo_itl
