@@ -218,6 +218,28 @@ def test_aborts_and_failures_leave_nothing(make_rig: MakeRig, make_request: Make
         assert {key: len(news[2]) for key, news in world.news().items()} == expected
 
 
+def test_what_failed_together_does_not_count_against_one_alone(make_rig: MakeRig, make_request: MakeRequest) -> None:
+    """D4: a suspect gets its three tries, whatever made the steps before fail."""
+    rig = make_rig(executor=FailingExecutor)
+    rig.executor.bad_steps = {1, 2, 3, 4}
+    world = World(rig)
+    world.add(make_request("a", 4, max_tokens=9))
+    world.run()
+    assert [output.finish_reason for output in world.outputs if output.finish_reason] == [FinishReason.LENGTH]
+
+
+def test_failures_that_are_far_apart_make_no_suspect(make_rig: MakeRig, make_request: MakeRequest) -> None:
+    """D4: a sequence that has come past where it failed begins anew."""
+    rig = make_rig(executor=FailingExecutor)
+    rig.executor.bad_steps = {2, 8, 14}
+    world = World(rig)
+    for id in "ab":
+        world.add(make_request(id, 4, max_tokens=20))
+    while world.engine.step():
+        assert not rig.scheduler.failures.suspects
+    assert rig.scheduler.stats().step_id > 14, "all three failed"
+
+
 class DamagingExecutor(ShadowExecutor):
     """Of the blocks that are swapped in every third is found damaged."""
 
