@@ -15,7 +15,7 @@ GRAVEST = (
     "kv: no copy on write",
     "kv: KV is known before it is computed",
     "kv: a hit is not owned",
-    "kv: a window is freed a block early",
+    "layout: a window is freed a block early",
     "kv: the last block is not swapped out",
     "batch: a draw is known by the number of the next",
     "planner: who was just pushed out is planned",
