@@ -118,6 +118,17 @@ def test_a_policy_may_hold_something_back_while_others_run(make_rig: MakeRig, sh
     rig.run()
 
 
+def test_a_policy_may_wait_for_what_is_in_flight(make_rig: MakeRig) -> None:
+    rig = make_rig("mine.AllOrNothing", budget=8)
+    rig.add("a", 4, max_tokens=1)
+    plan = rig.scheduler.schedule(0.0)
+    handle = rig.executor.submit(plan)
+    rig.add("long", 20, max_tokens=1)
+    assert rig.scheduler.schedule(0.0) is None
+    rig.outputs += rig.scheduler.commit(plan, rig.executor.result(handle), 0.0)
+    rig.run()
+
+
 def test_groups_are_asked_for_one_by_one(make_rig: MakeRig, share: Share) -> None:
     """A generator goes on when its last group came to nothing, as it does for a policy of the engine."""
     plans = []
