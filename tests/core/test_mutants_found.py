@@ -707,3 +707,15 @@ def test_what_is_kept_for_a_prompt_does_not_grow(make_store: MakeStore, make_req
         if request.num_computed < 40:
             assert store.grow(request, 8)
     assert reserved == sorted(reserved, reverse=True) and reserved[0] > 0
+
+
+def test_a_static_batch_leaves_when_its_last_row_is_late(make_rig: MakeRig) -> None:
+    """S9: at once, and not after a step more of rows that are held."""
+    rig = make_rig("static")
+    rig.add("done", 4, max_tokens=1)
+    rig.add("late", 4, max_tokens=9, deadline_ms=1000)
+    rig.step()
+    assert not rig.ends("done")
+    ends = {output.request_id: output.finish_reason for output in rig.scheduler.expire(2.0)}
+    assert ends == {"late": FinishReason.DEADLINE, "done": FinishReason.LENGTH}
+    rig.check_empty()
