@@ -124,7 +124,7 @@ def small() -> dict[str, Case]:
         Waste(scale=0.1),
         Thrash(requests=2),
         Prefix(requests=3, shared=40, own=8),
-        LongPrompt(prompt=64, output=48),
+        LongPrompt(prompt=64, output=48, slo_itl=500.0),
         Slo(requests=4, clients=2),
         Fairness(flood=4, singles=2, max_num_seqs=2),
         Delay(bursts=2, burst=3, prompt=8, output=4),

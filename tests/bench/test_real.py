@@ -83,7 +83,7 @@ SMALL = {
     "waste": ["--scale", "0.02"],
     "thrash": ["--requests", "2", "--scale", "0.1"],
     "prefix": ["--requests", "3", "--shared", "40", "--own", "8"],
-    "long-prompt": ["--prompt", "64", "--output", "48"],
+    "long-prompt": ["--prompt", "64", "--output", "48", "--slo-itl", "500"],
     "slo": ["--requests", "2", "--clients", "2", "--slo-itl", "1000"],
     "fairness": ["--flood", "2", "--singles", "1", "--max-num-seqs", "2"],
     "delay": ["--bursts", "2", "--burst", "2", "--prompt", "8", "--output", "4"],
