@@ -275,15 +275,6 @@ def test_who_cannot_board_is_not_tried_in_vain(make_rig: MakeRig, monkeypatch: p
         rig.step()
 
 
-def test_padding_leaves_the_samples_what_they_were_promised(make_rig: MakeRig) -> None:
-    """Beside the longest prompt there is room for the padding or for the samples, not for both: somebody waits."""
-    rig = make_rig("static", num_blocks=18)
-    rig.add("three", 3, n=3, max_tokens=5)
-    rig.add("long", 32, max_tokens=1)
-    rig.run()
-    assert rig.scheduler.stats().total_preemptions == 0
-
-
 def test_a_failed_step_is_no_preemption(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """S4, O3: who only has to begin again is not the nearer to being protected for it."""
     rig = make_rig()

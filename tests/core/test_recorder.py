@@ -367,11 +367,16 @@ def test_an_id_used_again_has_a_life_of_its_own(make_rig: MakeRig, make_request:
     assert life[0] == LifeLine(0.0, 9, 9, 0, "queued", "prompt of 4 tokens")
 
 
-def test_a_step_that_failed_is_no_decode(make_rig: MakeRig, make_request: MakeRequest) -> None:
-    rig = make_rig()
-    rig.executor.fails = lambda plan: plan.step_id == 2
+def failing(rig: Any, step_id: int) -> World:
+    """A world in which this step fails."""
+    rig.executor.fails = lambda plan: plan.step_id == step_id
     world = World(rig)
     rig.executor.submit = type(rig.executor).submit.__get__(rig.executor)
+    return world
+
+
+def test_a_step_that_failed_is_no_decode(make_rig: MakeRig, make_request: MakeRequest) -> None:
+    world = failing(make_rig(), 2)
     world.add(make_request("a", 4, max_tokens=5))
     world.run()
     assert [what for what in world.life("a") if what[0] != "waits"] == [
@@ -388,10 +393,7 @@ def test_a_step_that_failed_is_no_decode(make_rig: MakeRig, make_request: MakeRe
 
 
 def test_what_a_failed_step_did_is_known_at_once(make_rig: MakeRig, make_request: MakeRequest) -> None:
-    rig = make_rig()
-    rig.executor.fails = lambda plan: plan.step_id == 1
-    world = World(rig)
-    rig.executor.submit = type(rig.executor).submit.__get__(rig.executor)
+    world = failing(make_rig(), 1)
     world.add(make_request("a", 4, max_tokens=5))
     world.steps(2)
     assert world.life("a")[-1][0] == "preempted"
