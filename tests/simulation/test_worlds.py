@@ -134,7 +134,7 @@ def test_a_failing_world_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     world = next(w for w in map(draw_world, count()) if not w.restart and failure(replace(w, script=w.script[:60])))
     small = shrink(replace(world, script=world.script[:60]))
     assert failure(small)
-    assert 2 <= len(small.script) <= 4 and not small.faults
+    assert 2 <= len(small.script) <= 3 and not small.faults
 
 
 def try_seed(seed: int, check_every: int = 1) -> tuple[int, int, Counter[str], str]:

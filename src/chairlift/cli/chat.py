@@ -31,14 +31,16 @@ def chat(
 
     When the conversation outgrows the context, its oldest turns are forgotten.
     """
-    from chairlift.cli.session import load
+    from chairlift.cli.session import fetch, load
+    from chairlift.models import load_tokenizer
 
     params = sampling.params()
-    llm = load(engine_config)
-    if not llm.get_tokenizer().has_chat_template:
+    fetch(model)
+    if not load_tokenizer(model).has_chat_template:  # known before the weights are read
         raise ConfigError(
             f"{model} has no chat template, so it is not made to chat; continue a text with chairlift generate"
         )
+    llm = load(engine_config)
     instruction = [{"role": "system", "content": system}] if system else []
     turns: Messages = []
     while question := _ask():

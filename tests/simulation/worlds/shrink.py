@@ -91,6 +91,7 @@ def _settings(world: World) -> Iterator[Callable[[World], World]]:
         ("enable_prefix_caching", False),
         ("preemption_mode", "recompute"),
         ("max_preemptions", 3),
+        ("max_num_seqs", 1),
     ):
         yield lambda w, name=name, value=value: replace(w, settings=replace(w.settings, **{name: value}))  # type: ignore[misc]
     for name in ("num_host_blocks", "num_disk_blocks"):
