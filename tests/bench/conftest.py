@@ -121,7 +121,7 @@ def measured() -> Any:
 def small() -> dict[str, Case]:
     """Each case by its name, so small that it takes a moment."""
     cases: tuple[Case, ...] = (
-        Waste(scale=0.1),
+        Waste(scale=0.04),
         Thrash(requests=2),
         Prefix(requests=3, shared=40, own=8),
         LongPrompt(prompt=64, output=48, slo_itl=500.0),

@@ -115,7 +115,7 @@ def assert_consistent(trace: Trace) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_peak_is_consistent_and_keeps_its_clients_busy(bench_of: Callable[..., Bench], policy: str) -> None:
-    load = peak(1, 0.25)
+    load = peak(1, 0.1)
     trace = bench_of(load, chunk_tokens=64).run(policy)
     assert_consistent(trace)
     assert trace.num_preemptions == 0

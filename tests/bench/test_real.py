@@ -80,7 +80,7 @@ def test_the_table_is_printed(written: tuple[dict[str, Any], str, str]) -> None:
 
 
 SMALL = {
-    "waste": ["--scale", "0.02"],
+    "waste": ["--scale", "0.01"],
     "thrash": ["--requests", "2", "--scale", "0.1"],
     "prefix": ["--requests", "3", "--shared", "40", "--own", "8"],
     "long-prompt": ["--prompt", "64", "--output", "48", "--slo-itl", "500"],

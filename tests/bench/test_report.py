@@ -182,7 +182,7 @@ def test_names_are_escaped(bench_of: Callable[..., Bench], setting: Setting) -> 
 
 
 def test_many_requests_and_phases_fit(bench_of: Callable[..., Bench], setting: Setting) -> None:
-    load = peak(0, 0.25)
+    load = peak(0, 0.1)
     page = read(to_html(bench_of(load, chunk_tokens=64).compare(), setting))
     assert [table.all("caption")[0].text for table in page.all("table")] == ["50 clients", "80 clients", "whole run"]
     for section in runs(page).values():

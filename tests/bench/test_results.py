@@ -59,7 +59,7 @@ def test_json_numbers_follow_from_its_own_requests(four: Comparison, setting: Se
 
 
 def test_phases_stand_alone_and_together(bench_of: Callable[..., Bench], setting: Setting) -> None:
-    comparison = bench_of(peak(0, 0.1), chunk_tokens=64).compare()
+    comparison = bench_of(peak(0, 0.04), chunk_tokens=64).compare()
     assert [part.label for part in parts(comparison)] == ["50 clients", "80 clients", "whole run"]
     for policy in to_json(comparison, setting)["policies"].values():
         first, second = policy["phases"]

@@ -102,16 +102,17 @@ class Lengths:
         return replace(self, median=self.median * factor, low=low, high=max(low, round(self.high * factor)))
 
 
-# A code assistant: prompts hold the lines around the cursor or a short question; most outputs complete a line or a few,
-# and some write a whole function, up to the service's limit. Log-normal lengths have this shape: a mean well above the
-# median, and a long tail.
+# A code assistant: prompts hold the lines around the cursor or a question, with some context; most outputs are a few
+# lines, and some are whole functions, up to the service's limit. Log-normal lengths have this shape: a mean well above
+# the median, and a long tail.
 #
-# The migration table fixes the rest. Its mean length follows from Little's law: 50 clients that always wait for an
-# answer, for 8.2 s each, at 1200 token/s, make 1200 * 8.2 / 50 = 197 tokens a request; 3850 * 2.4 / 50 = 185 after the
-# migration. Prompt and output together have about that mean here. And its static batches were 35 % useful: the spread
-# and the limit of the outputs are chosen so that batches of 32 that wait for their longest come to about that.
-PEAK_PROMPT = Lengths(median=100, sigma=0.6, low=16, high=320)
-PEAK_OUTPUT = Lengths(median=52, sigma=0.8, low=4, high=192)
+# The migration table fixes the rest. Its throughput is that of outputs, as serving systems report it, and their mean
+# length follows by Little's law: 50 clients that always wait for an answer, for 8.2 s each, at 1200 token/s, get
+# 1200 * 8.2 / 50 = 197 tokens a request; 3850 * 2.4 / 50 = 185 after the migration. And its static batches were 35 %
+# useful: the spread and the limit of the outputs are chosen so that batches of 32 that wait for their longest come to
+# about that. Of prompts the table says nothing; here they are somewhat longer than the answers.
+PEAK_PROMPT = Lengths(median=200, sigma=0.6, low=32, high=640)
+PEAK_OUTPUT = Lengths(median=150, sigma=0.8, low=12, high=560)
 PEAK_CLIENTS = (50, 80)
 PEAK_SLOTS = 32
 # Requests of a phase: a multiple of the slots, so that static batching never runs a batch that is not full.
