@@ -115,29 +115,37 @@ void measure_type(const char* name, const MatmulKernels& kernels, ThreadPool& po
 }
 
 #ifdef CHAIRLIFT_HAVE_AVX2
-// Eight independent chains; inline assembly, so that nothing is folded away.
-#define EIGHT(op) op("0") op("1") op("2") op("3") op("4") op("5") op("6") op("7")
-#define INT8_STEP(n) "vpmaddubsw %%ymm14, %%ymm15, %%ymm13\n\tvpaddw %%ymm13, %%ymm" n ", %%ymm" n "\n\t"
-#define FLOAT_STEP(n) "vfmadd231ps %%ymm14, %%ymm15, %%ymm" n "\n\t"
+// Twelve independent chains, more than latency needs; inline assembly, so that nothing is folded away.
+#define TWELVE(op, r) \
+    op(r, "0") op(r, "1") op(r, "2") op(r, "3") op(r, "4") op(r, "5") op(r, "6") op(r, "7") op(r, "8") op(r, "9") \
+    op(r, "10") op(r, "11")
+#define INT8_STEP(r, n) "vpmaddubsw %%" r "14, %%" r "15, %%" r "13\n\tvpaddw %%" r "13, %%" r n ", %%" r n "\n\t"
+#define VNNI_STEP(r, n) "vpdpbusd %%" r "14, %%" r "15, %%" r n "\n\t"
+#define FLOAT_STEP(r, n) "vfmadd231ps %%" r "14, %%" r "15, %%" r n "\n\t"
+#define ZERO "vpxor %%xmm14, %%xmm14, %%xmm14\n\tvpxor %%xmm15, %%xmm15, %%xmm15"
 #define CLOBBERS \
-    "ymm0", "ymm1", "ymm2", "ymm3", "ymm4", "ymm5", "ymm6", "ymm7", "ymm13", "ymm14", "ymm15"
+    "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm13", "xmm14", \
+        "xmm15"
+#define LIMIT_LOOP(name, step, r)                                              \
+    void name(int, int times) {                                                \
+        asm volatile(ZERO ::: CLOBBERS);                                       \
+        for (int i = 0; i < times; i++) asm volatile(TWELVE(step, r)::: CLOBBERS); \
+    }
 
-__attribute__((target("avx2"))) void int8_loop(int, int times) {
-    asm volatile("vpxor %%ymm14, %%ymm14, %%ymm14\n\tvpxor %%ymm15, %%ymm15, %%ymm15" ::: CLOBBERS);
-    for (int i = 0; i < times; i++) asm volatile(EIGHT(INT8_STEP)::: CLOBBERS);
-}
-
-__attribute__((target("avx2,fma"))) void float_loop(int, int times) {
-    asm volatile("vpxor %%ymm14, %%ymm14, %%ymm14\n\tvpxor %%ymm15, %%ymm15, %%ymm15" ::: CLOBBERS);
-    for (int i = 0; i < times; i++) asm volatile(EIGHT(FLOAT_STEP)::: CLOBBERS);
-}
+LIMIT_LOOP(int8_loop, INT8_STEP, "ymm")
+LIMIT_LOOP(float_loop, FLOAT_STEP, "ymm")
+LIMIT_LOOP(vnni_loop, VNNI_STEP, "zmm")
+LIMIT_LOOP(wide_float_loop, FLOAT_STEP, "zmm")
 #endif
 
 void measure_limits([[maybe_unused]] Isa isa, ThreadPool& pool, double seconds) {
 #ifdef CHAIRLIFT_HAVE_AVX2
-    if (isa == Isa::avx2) {
-        std::printf("limit int8 %g\n", rate(pool, pool.size() * 8 * 32.0, seconds, int8_loop));
-        std::printf("limit float %g\n", rate(pool, pool.size() * 8 * 8.0, seconds, float_loop));
+    const bool wide = isa == Isa::avx512;
+    const double chains = 12.0 * pool.size();
+    if (isa != Isa::portable) {
+        std::printf("limit int8 %g\n", rate(pool, chains * 32, seconds, int8_loop));
+        if (wide) std::printf("limit vnni %g\n", rate(pool, chains * 64, seconds, vnni_loop));
+        std::printf("limit float %g\n", rate(pool, chains * (wide ? 16 : 8), seconds, wide ? wide_float_loop : float_loop));
     }
 #endif
     const AlignedBuffer memory(kBeyondCaches);

@@ -6,6 +6,12 @@ namespace chairlift {
 
 std::vector<Isa> available_isas() {
     std::vector<Isa> found;
+#ifdef CHAIRLIFT_HAVE_AVX512
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+        found.push_back(Isa::avx512);
+#endif
 #ifdef CHAIRLIFT_HAVE_AVX2
     __builtin_cpu_init();
     // Every processor with AVX2 also converts f16 (F16C is older, and not a name all compilers know here).
@@ -15,7 +21,13 @@ std::vector<Isa> available_isas() {
     return found;
 }
 
-const char* isa_name(Isa isa) { return isa == Isa::avx2 ? "avx2" : "portable"; }
+const char* isa_name(Isa isa) {
+    switch (isa) {
+        case Isa::avx512: return "avx512";
+        case Isa::avx2: return "avx2";
+        default: return "portable";
+    }
+}
 
 Isa parse_isa(const std::string& name) {
     const std::vector<Isa> available = available_isas();

@@ -9,6 +9,8 @@ namespace chairlift::CHAIRLIFT_ISA {
 namespace {
 
 constexpr int kQuads = kGroup / 4;
+constexpr int kStreamingRows = 2;  // with more, the arithmetic takes longer than the memory
+constexpr int kAhead = 4096;  // bytes of weights to ask for beyond those at hand, when they come from memory
 
 struct Rows {  // of the activations, at the first row of a tile
     const float* x;
@@ -18,6 +20,30 @@ struct Rows {  // of the activations, at the first row of a tile
     const float* groups;
     std::size_t group_stride;
 };
+
+#ifdef CHAIRLIFT_BYTE_PRODUCTS
+
+constexpr int kTileRows = 8;
+
+// Integer products of quads [first, first + count) of a group, R rows by 16 columns.
+template <Type type, int R>
+CHAIRLIFT_INLINE void multiply_group(const std::uint8_t* values, const std::int8_t* q, std::size_t q_stride, int first,
+                                     int count, i32x16 (&sums)[R]) {
+    constexpr int quads_per_load = packed_layout(type).value_bits == 4 ? 2 : 1;
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) sums[r] = zero_sums();
+    CHAIRLIFT_UNROLL
+    for (int quad = first; quad < first + count; quad++) {
+        const i8x64 bytes = load_quads(values + quad / quads_per_load * 64);
+        const i8x64 weights = quads_per_load == 1 ? bytes : quad % 2 ? high_nibbles(bytes) : low_nibbles(bytes);
+        CHAIRLIFT_UNROLL
+        for (int r = 0; r < R; r++) sums[r] = dot(sums[r], weights, q + r * q_stride + quad * 4);
+    }
+}
+
+#else
+
+constexpr int kTileRows = 4;
 
 // How many quads of products a 16-bit lane can sum before 2 * largest value * 127 * quads overflows.
 constexpr int quads_per_sum(Type type) {
@@ -42,11 +68,11 @@ CHAIRLIFT_INLINE i8x32 load_quad(const std::uint8_t* values, int quad, int half)
 // Integer products of quads [first, first + count) of a group, R rows by 16 columns, for values of up to 6 bits.
 template <Type type, int R>
 CHAIRLIFT_INLINE void multiply_quads(const std::uint8_t* values, const std::int8_t* q, std::size_t q_stride, int first,
-                                     int count, i32x8 (&dot)[R][2]) {
+                                     int count, i32x16 (&sums)[R]) {
     constexpr int run = quads_per_sum(type);
     CHAIRLIFT_UNROLL
     for (int start = first; start < first + count; start += run) {
-        i16x16 sums[R][2];
+        i16x16 short_sums[R][2];
         CHAIRLIFT_UNROLL
         for (int quad = start; quad < start + run; quad++) {
             const i8x32 left = load_quad<type>(values, quad, 0), right = load_quad<type>(values, quad, 1);
@@ -54,15 +80,15 @@ CHAIRLIFT_INLINE void multiply_quads(const std::uint8_t* values, const std::int8
             for (int r = 0; r < R; r++) {
                 const i8x32 x = broadcast_quad(q + r * q_stride + quad * 4);
                 const i16x16 a = multiply_pairs(left, x), b = multiply_pairs(right, x);
-                sums[r][0] = quad == start ? a : sums[r][0] + a;
-                sums[r][1] = quad == start ? b : sums[r][1] + b;
+                short_sums[r][0] = quad == start ? a : short_sums[r][0] + a;
+                short_sums[r][1] = quad == start ? b : short_sums[r][1] + b;
             }
         }
         CHAIRLIFT_UNROLL
         for (int r = 0; r < R; r++) {
-            const i32x8 a = widen_pairs<1>(sums[r][0]), b = widen_pairs<1>(sums[r][1]);
-            dot[r][0] = start == first ? a : dot[r][0] + a;
-            dot[r][1] = start == first ? b : dot[r][1] + b;
+            const i32x8 a = widen_pairs<1>(short_sums[r][0]), b = widen_pairs<1>(short_sums[r][1]);
+            sums[r].left = start == first ? a : sums[r].left + a;
+            sums[r].right = start == first ? b : sums[r].right + b;
         }
     }
 }
@@ -70,7 +96,7 @@ CHAIRLIFT_INLINE void multiply_quads(const std::uint8_t* values, const std::int8
 // The same for a whole group of 8-bit values: the nibbles apart, so that their sums stay in 16 bits.
 template <int R>
 CHAIRLIFT_INLINE void multiply_bytes(const std::uint8_t* values, const std::int8_t* q, std::size_t q_stride,
-                                     i32x8 (&dot)[R][2]) {
+                                     i32x16 (&sums)[R]) {
     CHAIRLIFT_UNROLL
     for (int half = 0; half < 2; half++) {
         asm volatile("" ::: "memory");  // load x again for the second half; to keep it all would be to spill it
@@ -88,16 +114,29 @@ CHAIRLIFT_INLINE void multiply_bytes(const std::uint8_t* values, const std::int8
             }
         }
         CHAIRLIFT_UNROLL
-        for (int r = 0; r < R; r++) dot[r][half] = widen_pairs<1>(low[r]) + widen_pairs<16>(high[r]);
+        for (int r = 0; r < R; r++)
+            (half ? sums[r].right : sums[r].left) = widen_pairs<1>(low[r]) + widen_pairs<16>(high[r]);
     }
 }
 
-template <Type type>
-CHAIRLIFT_INLINE f32x8 load_scales(const std::uint8_t* p, int half) {
-    if constexpr (packed_layout(type).wide_scales) {
-        return load(reinterpret_cast<const float*>(p) + half * 8);
+template <Type type, int R>
+CHAIRLIFT_INLINE void multiply_group(const std::uint8_t* values, const std::int8_t* q, std::size_t q_stride, int first,
+                                     int count, i32x16 (&sums)[R]) {
+    if constexpr (type == Type::q8_0) {
+        multiply_bytes<R>(values, q, q_stride, sums);
     } else {
-        return load_f16(reinterpret_cast<const std::uint16_t*>(p) + half * 8);
+        multiply_quads<type, R>(values, q, q_stride, first, count, sums);
+    }
+}
+
+#endif
+
+template <Type type>
+CHAIRLIFT_INLINE f32x16 load_scales(const std::uint8_t* p) {
+    if constexpr (packed_layout(type).wide_scales) {
+        return load16(reinterpret_cast<const float*>(p));
+    } else {
+        return load16_f16(reinterpret_cast<const std::uint16_t*>(p));
     }
 }
 
@@ -106,81 +145,60 @@ template <Type type, int R>
 void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float (*out)[kPanel]) {
     constexpr PackedLayout layout = packed_layout(type);
     constexpr int parts = layout.scale_rows;  // scales per group
-    f32x8 acc[R][2];
+    f32x16 acc[R];
     CHAIRLIFT_UNROLL
-    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero8();
+    for (int r = 0; r < R; r++) acc[r] = zero16();
 
     const std::int8_t* q = rows.q;
     const float* x_group = rows.groups;
     for (int k = 0; k < cols; k += kGroup, block += layout.block_bytes(), q += kGroup, x_group += 4) {
+        if constexpr (R <= kStreamingRows)
+            for (int line = 0; line < layout.block_bytes(); line += 64) prefetch(block + kAhead + line);
         CHAIRLIFT_UNROLL
         for (int part = 0; part < parts; part++) {
-            i32x8 dot[R][2];
-            if constexpr (type == Type::q8_0) {
-                multiply_bytes<R>(block, q, rows.q_stride, dot);
-            } else {
-                multiply_quads<type, R>(block, q, rows.q_stride, part * kQuads / parts, kQuads / parts, dot);
-            }
-            const std::uint8_t* scales = block + layout.value_bytes() + part * layout.scale_row_bytes();
-            const f32x8 left = load_scales<type>(scales, 0), right = load_scales<type>(scales, 1);
+            i32x16 sums[R];
+            multiply_group<type, R>(block, q, rows.q_stride, part * kQuads / parts, kQuads / parts, sums);
+            const f32x16 scales = load_scales<type>(block + layout.value_bytes() + part * layout.scale_row_bytes());
             CHAIRLIFT_UNROLL
             for (int r = 0; r < R; r++) {
                 const float* of_row = x_group + r * rows.group_stride;  // scale, scaled sum, sum, sum of the first half
-                f32x8 a = to_float(dot[r][0]), b = to_float(dot[r][1]);
+                f32x16 product = to_float(sums[r]);
                 if constexpr (layout.zero != 0) {  // still exact: integers below 2^24
                     const float sum = parts == 1 ? of_row[2] : part == 0 ? of_row[3] : of_row[2] - of_row[3];
-                    a = fma(broadcast(sum), broadcast(-static_cast<float>(layout.zero)), a);
-                    b = fma(broadcast(sum), broadcast(-static_cast<float>(layout.zero)), b);
+                    product = fma(broadcast16(sum), broadcast16(-static_cast<float>(layout.zero)), product);
                 }
-                const f32x8 x_scale = broadcast(of_row[0]);
-                acc[r][0] = fma(a, x_scale * left, acc[r][0]);
-                acc[r][1] = fma(b, x_scale * right, acc[r][1]);
+                acc[r] = fma(product, broadcast16(of_row[0]) * scales, acc[r]);
             }
             if constexpr (layout.has_minimum) {
-                const std::uint8_t* minimums = block + layout.minimum_offset();
-                const f32x8 left_minimum = load_scales<type>(minimums, 0), right_minimum = load_scales<type>(minimums, 1);
+                const f32x16 minimums = load_scales<type>(block + layout.minimum_offset());
                 CHAIRLIFT_UNROLL
-                for (int r = 0; r < R; r++) {
-                    const f32x8 x_sum = broadcast(x_group[r * rows.group_stride + 1]);
-                    acc[r][0] = fma(x_sum, left_minimum, acc[r][0]);
-                    acc[r][1] = fma(x_sum, right_minimum, acc[r][1]);
-                }
+                for (int r = 0; r < R; r++)
+                    acc[r] = fma(broadcast16(x_group[r * rows.group_stride + 1]), minimums, acc[r]);
             }
         }
     }
-    for (int r = 0; r < R; r++) {
-        store(out[r], acc[r][0]);
-        store(out[r] + 8, acc[r][1]);
-    }
+    for (int r = 0; r < R; r++) store(out[r], acc[r]);
 }
 
 template <Type type>
-CHAIRLIFT_INLINE f32x8 load_floats(const std::uint8_t* panel, std::size_t index) {
-    if constexpr (type == Type::f32) return load(reinterpret_cast<const float*>(panel) + index);
-    if constexpr (type == Type::f16) return load_f16(reinterpret_cast<const std::uint16_t*>(panel) + index);
-    if constexpr (type == Type::bf16) return load_bf16(reinterpret_cast<const std::uint16_t*>(panel) + index);
+CHAIRLIFT_INLINE f32x16 load_floats(const std::uint8_t* panel, std::size_t index) {
+    if constexpr (type == Type::f32) return load16(reinterpret_cast<const float*>(panel) + index);
+    if constexpr (type == Type::f16) return load16_f16(reinterpret_cast<const std::uint16_t*>(panel) + index);
+    if constexpr (type == Type::bf16) return load16_bf16(reinterpret_cast<const std::uint16_t*>(panel) + index);
 }
 
 // R rows by one panel of float weights.
 template <Type type, int R>
 void float_tile(const std::uint8_t* panel, int cols, const Rows& rows, float (*out)[kPanel]) {
-    f32x8 acc[R][2];
+    f32x16 acc[R];
     CHAIRLIFT_UNROLL
-    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero8();
+    for (int r = 0; r < R; r++) acc[r] = zero16();
     for (int k = 0; k < cols; k++) {
-        const f32x8 left = load_floats<type>(panel, static_cast<std::size_t>(k) * kPanel);
-        const f32x8 right = load_floats<type>(panel, static_cast<std::size_t>(k) * kPanel + 8);
+        const f32x16 weights = load_floats<type>(panel, static_cast<std::size_t>(k) * kPanel);
         CHAIRLIFT_UNROLL
-        for (int r = 0; r < R; r++) {
-            const f32x8 x = broadcast(rows.x[r * rows.x_stride + k]);
-            acc[r][0] = fma(x, left, acc[r][0]);
-            acc[r][1] = fma(x, right, acc[r][1]);
-        }
+        for (int r = 0; r < R; r++) acc[r] = fma(broadcast16(rows.x[r * rows.x_stride + k]), weights, acc[r]);
     }
-    for (int r = 0; r < R; r++) {
-        store(out[r], acc[r][0]);
-        store(out[r] + 8, acc[r][1]);
-    }
+    for (int r = 0; r < R; r++) store(out[r], acc[r]);
 }
 
 template <Type type, int R>
@@ -192,7 +210,14 @@ CHAIRLIFT_INLINE void tile(const std::uint8_t* panel, int cols, const Rows& rows
     }
 }
 
-constexpr int kTileRows = 4;
+// `count` rows, 1 to R.
+template <Type type, int R>
+CHAIRLIFT_INLINE void tile_of(int count, const std::uint8_t* panel, int cols, const Rows& rows, float (*out)[kPanel]) {
+    if constexpr (R > 1) {
+        if (count < R) return tile_of<type, R - 1>(count, panel, cols, rows, out);
+    }
+    tile<type, R>(panel, cols, rows, out);
+}
 
 struct Output {
     float* out;
@@ -225,13 +250,8 @@ void gemm_of(const MatrixView& w, const ActRows& x, int row_begin, int row_end, 
             const Rows rows = {x.x + row * x.x_stride,           x.x_stride,     x.q + row * x.q_stride, x.q_stride,
                                x.groups + row * x.group_stride, x.group_stride};
             const int count = row_end - row < kTileRows ? row_end - row : kTileRows;
-            alignas(32) float sums[kTileRows][kPanel];
-            switch (count) {
-                case 1: tile<type, 1>(weights, w.cols, rows, sums); break;
-                case 2: tile<type, 2>(weights, w.cols, rows, sums); break;
-                case 3: tile<type, 3>(weights, w.cols, rows, sums); break;
-                default: tile<type, kTileRows>(weights, w.cols, rows, sums);
-            }
+            alignas(64) float sums[kTileRows][kPanel];
+            tile_of<type, kTileRows>(count, weights, w.cols, rows, sums);
             write_tile(sums, count, {out + row * out_stride + column, out_stride, bias ? bias + column : nullptr,
                                      accumulate, columns});
         }

@@ -16,10 +16,14 @@
 
 #define CHAIRLIFT_INLINE inline __attribute__((always_inline))
 
-#ifdef CHAIRLIFT_ISA_AVX2
+#if defined(CHAIRLIFT_ISA_AVX2)
 #include "simd_avx2.h"
+#include "simd_pair.h"
+#elif defined(CHAIRLIFT_ISA_AVX512)
+#include "simd_avx512.h"
 #else
 #include "simd_portable.h"
+#include "simd_pair.h"
 #endif
 
 namespace chairlift::CHAIRLIFT_ISA {

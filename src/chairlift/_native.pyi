@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 def available_isas() -> list[str]:
-    """Instruction sets this processor can run, best first, e.g. ["avx2", "portable"]."""
+    """Instruction sets this processor can run, best first, e.g. ["avx512", "avx2", "portable"]."""
 
 def join(tuples: list[tuple[int, ...]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The numbers of all tuples, end to end, and the len(tuples) + 1 offsets of their beginnings.

@@ -190,6 +190,16 @@ def test_a_row_has_the_same_bits_in_any_batch(type_: str, isa: str) -> None:
             assert_bits_equal(matmul(x[part], type_, rows, data, isa, threads=1 + (m + start) % 3), alone[part])
 
 
+@pytest.mark.skipif("avx512" not in ISAS, reason="needs a processor with AVX-512 and VNNI")
+@each_type
+def test_avx512_gives_the_bits_of_avx2(type_: str) -> None:
+    """Exact integers, and for each column the same roundings in the same order: only how many go at once differs."""
+    rows, cols = 40, 256
+    data = stored(type_, rows, cols)
+    x = activations(17, cols)
+    assert_bits_equal(matmul(x, type_, rows, data, "avx512"), matmul(x, type_, rows, data, "avx2"))
+
+
 @each_isa
 def test_many_rows_and_few_panels_use_all_threads_alike(isa: str) -> None:
     """C1: with fewer panels than threads the rows are split as well."""
