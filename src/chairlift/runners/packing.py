@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from chairlift import _native
 from chairlift.core.plan import StepItem, TokenLogprob
+from chairlift.core.request import SamplingParams
 from chairlift.errors import StepFailed
 
 _SMALLEST = 1.2e-38  # a divisor below it would be 0 in the core's f32
@@ -48,17 +49,22 @@ def pack(items: Sequence[StepItem], vocab_size: int, previous: Tokens | None) ->
     tokens, item_rows = _native.join([item.token_ids for item in items])
     block_tables, table_offsets = _native.join([item.block_table for item in items])
     starts = np.array([item.start for item in items], np.int32)
-    counts = np.diff(item_rows)
     draws = _draws(items, item_rows.tolist())
     arguments = {
         "tokens": _known(tokens, previous),
-        "positions": np.repeat(starts - item_rows[:-1], counts) + np.arange(len(tokens), dtype=np.int32),
+        "positions": starts if len(tokens) == len(items) else _positions(starts, item_rows),
         "item_rows": item_rows,
         "block_tables": block_tables,
         "table_offsets": table_offsets,
         "sampling": _sampling(draws, vocab_size, previous),
     }
     return arguments, draws
+
+
+def _positions(starts: NDArray[np.int32], item_rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Of each row, counted up from its item's start."""
+    counts = np.diff(item_rows)
+    return np.repeat(starts - item_rows[:-1], counts) + np.arange(item_rows[-1], dtype=np.int32)
 
 
 def _only_draws(items: Sequence[StepItem]) -> bool:
@@ -108,31 +114,39 @@ def _sampling(draws: Draws, vocab_size: int, previous: Tokens | None) -> dict[st
     history, history_offsets = _native.join(histories)
     banned_ids, banned_offsets = _native.join(banned)
     bias_ids, bias_offsets = _native.join([tuple(bias) for bias in biases])
+    prompts = [min(item.sequence.num_prompt, len(tokens)) for item, tokens in zip(items, histories, strict=True)]
+    top_k = [max(each.top_k, 0) for each in params]
+    # One array for all columns of a type: to make an array costs more than to fill it with a step's draws.
+    whole = np.array([draws.rows, draws.forced, draws.indexes, ends, top_k, draws.num_logprobs, prompts], np.int32)
+    real = np.array([_reals(each) for each in params], np.float32).reshape(-1, 6).T.copy()
     return {
-        "row": _int32(draws.rows),
-        "forced": _int32(draws.forced),
+        **dict(zip(_WHOLE, whole, strict=True)),
+        **dict(zip(_REAL, real, strict=True)),
         "seed": np.array([item.sequence.seed for item in items], np.uint64),
-        "index": _int32(draws.indexes),
-        "position": _int32(ends),
-        "temperature": _float32([each.temperature for each in params]),
-        "top_k": np.maximum(_int32([each.top_k for each in params]), 0),
-        "top_p": _float32([each.top_p for each in params]),
-        "min_p": _float32([each.min_p for each in params]),
-        "repetition": np.maximum(_float32([each.repetition_penalty for each in params]), _SMALLEST, dtype=np.float32),
-        "presence": _float32([each.presence_penalty for each in params]),
-        "frequency": _float32([each.frequency_penalty for each in params]),
-        "num_logprobs": _int32(draws.num_logprobs),
         "history": _known(history, previous),
         "history_offsets": history_offsets,
-        "history_prompt": _int32(
-            [min(item.sequence.num_prompt, len(tokens)) for item, tokens in zip(items, histories, strict=True)]
-        ),
         "bias_ids": bias_ids,
-        "bias_values": _float32([value for bias in biases for value in bias.values()]),
+        "bias_values": np.array([value for bias in biases for value in bias.values()], np.float32),
         "bias_offsets": bias_offsets,
         "banned": banned_ids,
         "banned_offsets": banned_offsets,
     }
+
+
+_WHOLE = ("row", "forced", "index", "position", "top_k", "num_logprobs", "history_prompt")
+_REAL = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+def _reals(params: SamplingParams) -> tuple[float, ...]:
+    """The columns `_REAL` of one draw."""
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        max(params.repetition_penalty, _SMALLEST),
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
 
 
 def _banned(item: StepItem, end: int, vocab_size: int) -> tuple[int, ...]:
@@ -155,14 +169,6 @@ def _known(tokens: NDArray[np.int32], previous: Tokens | None) -> NDArray[np.int
         raise ValueError(f"token {-1 - which.max()}: the step before drew {len(drawn)} tokens")
     tokens[unknown] = np.maximum(drawn[which], 0)  # after broken logits any token will do: the result is not used
     return tokens
-
-
-def _int32(values: list[int]) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
-
-
-def _float32(values: list[float]) -> NDArray[np.float32]:
-    return np.array(values, np.float32)
 
 
 def unpack(
