@@ -14,7 +14,7 @@ from chairlift.core.ports import Executor
 def machine_info(executor: Executor) -> dict[str, Any]:
     """Processor, cores, threads and instruction set of the runner, memory, system, Python."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": getattr(executor, "threads", None),
         "isa": getattr(executor, "isa", None),
@@ -24,7 +24,8 @@ def machine_info(executor: Executor) -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:

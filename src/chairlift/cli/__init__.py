@@ -1,4 +1,4 @@
-"""The command line: ``chairlift serve | chat | generate | pull | explain | bench``."""
+"""The command line: ``chairlift serve | chat | generate | pull | explain | doctor | bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def main() -> None:
     """Entry point. An error that a person can act on is one line on stderr and exit code 1."""
     import typer
 
-    from chairlift.cli import bench, chat, explain, generate, pull, serve
+    from chairlift.cli import bench, chat, doctor, explain, generate, pull, serve
     from chairlift.cli.options import refuse_foreign
     from chairlift.errors import ChairliftError
 
@@ -22,6 +22,7 @@ def main() -> None:
     app.command()(generate.generate)
     app.command()(pull.pull)
     app.command()(explain.explain)
+    app.command()(doctor.doctor)
     app.add_typer(bench.app, name="bench", help="Measure the engine.")
     try:
         refuse_foreign(sys.argv[1:])
@@ -33,9 +34,9 @@ def main() -> None:
 
 def _options(version: bool = False) -> None:
     if version:
-        from importlib.metadata import version as installed
-
         import typer
 
-        print(installed("chairlift"))
+        from chairlift.versions import installed
+
+        print(installed())
         raise typer.Exit()

@@ -161,6 +161,7 @@ def _lab(config: EngineConfig, *, seed: int, scale: float) -> Iterator[tuple[Lab
     from chairlift.bench.results import Setting
     from chairlift.cli.progress import download_progress
     from chairlift.engine_main import make_scheduler, start_runner
+    from chairlift.versions import installed
 
     with download_progress() as progress:
         models.resolve(config.model, progress=progress)
@@ -168,7 +169,7 @@ def _lab(config: EngineConfig, *, seed: int, scale: float) -> Iterator[tuple[Lab
     try:
         vocab_size = models.load_tokenizer(config.model).vocab_size
         name = Path(config.model).name if Path(config.model).exists() else config.model
-        setting = Setting(name, seed, scale, _version(), machine_info(executor))
+        setting = Setting(name, seed, scale, installed(), machine_info(executor))
         yield make_lab(executor, capacity, make_scheduler, vocab_size=vocab_size, seed=seed), setting
     finally:
         executor.close()
@@ -197,12 +198,3 @@ def _bars() -> Iterator[Progress]:
             bars.update(tasks[run], completed=done)
 
         yield show
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("chairlift")
-    except PackageNotFoundError:  # run from a source tree
-        return "not installed"

@@ -41,14 +41,24 @@ class _Unavailable(Exception):
     """This source cannot give the file; the next one may."""
 
 
+def stored(known: KnownModel) -> Path | None:
+    """The model's file in the cache, if it is there and of the right size."""
+    target = _target(known)
+    return target if _is_there(target, known) else None
+
+
+def _target(known: KnownModel) -> Path:
+    return cache_dir() / "models" / known.file
+
+
 def fetch(known: KnownModel, progress: Progress | None = None, *, check: bool = False) -> Path:
     """The model's file in the cache, fetched if it is not there yet.
 
     Args:
         check: compare the hash of a file that is there, too, not only its size; fetch it again if it is damaged.
     """
-    folder = cache_dir() / "models"
-    target = folder / known.file
+    target = _target(known)
+    folder = target.parent
     if _is_there(target, known) and not check:
         return target
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
@@ -21,6 +20,7 @@ from chairlift.runners.groups import KVGroups
 from chairlift.runners.memory import MemoryPlan, available_cpus, available_memory, check_weights, plan_memory
 from chairlift.runners.packing import Tokens, pack, unpack
 from chairlift.runners.tiers import BlockStore
+from chairlift.versions import installed
 
 _SAMPLE = 4096  # bytes at each end of a tensor that tell it from another
 
@@ -215,13 +215,9 @@ def _reserve(model: _native.Model, plan: MemoryPlan, config: EngineConfig, kv_dt
 
 def _fingerprint(checkpoint: Checkpoint, config: EngineConfig, kv_dtype: str, isa: str) -> bytes:
     """Stands for everything that the contents of a KV block depend on, the kernels' code included."""
-    try:
-        version = importlib.metadata.version("chairlift")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        version = ""
     digest = blake2b(Path(str(_native.__file__)).read_bytes(), digest_size=32)
     groups = KVGroups.of(checkpoint.spec)
-    settings = (version, checkpoint.spec, config.weights, kv_dtype, config.block_size, groups, isa)
+    settings = (installed(), checkpoint.spec, config.weights, kv_dtype, config.block_size, groups, isa)
     digest.update(repr(settings).encode())
     for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(repr((name, tensor.type, tensor.shape)).encode())
