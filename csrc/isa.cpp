@@ -6,14 +6,15 @@ namespace chairlift {
 
 std::vector<Isa> available_isas() {
     std::vector<Isa> found;
-#ifdef CHAIRLIFT_HAVE_AVX512
+#ifdef CHAIRLIFT_HAVE_AVX2  // and so also where AVX-512 is built
     __builtin_cpu_init();
+#endif
+#ifdef CHAIRLIFT_HAVE_AVX512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         found.push_back(Isa::avx512);
 #endif
 #ifdef CHAIRLIFT_HAVE_AVX2
-    __builtin_cpu_init();
     // Every processor with AVX2 also converts f16 (F16C is older, and not a name all compilers know here).
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(Isa::avx2);
 #endif

@@ -35,6 +35,11 @@ namespace chairlift::CHAIRLIFT_ISA {
 //   below(a, b, then, otherwise): then where a < b, else (and for NaN) otherwise
 //   round_even(v), exp2i(v): 2^v for integral v in -126..127, sum(v), maximum(v) (in one fixed order)
 // f16 values are passed as std::uint16_t bits.
+//
+// f32x16, i32x16: the sixteen columns of a panel, in one register or two (simd_pair.h):
+//   zero16() broadcast16(x) load16(p) load16_f16(p) load16_bf16(p) store(p, v) v * w, fma(a, b, c), to_float(i)
+// Products of bytes: where CHAIRLIFT_BYTE_PRODUCTS is defined, i8x64 with zero_sums() load_quads(p) low_nibbles(v)
+// high_nibbles(v) dot(sums, weights, x); else i8x32 and i16x16, whose sums matmul.isa.cpp keeps from overflowing.
 
 // The first n < 8 floats; the rest is `fill`.
 CHAIRLIFT_INLINE f32x8 load_first(const float* p, int n, float fill = 0.0f) {

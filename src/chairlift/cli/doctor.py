@@ -23,8 +23,9 @@ def doctor(
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        width = max(map(len, _lines(found)))
-        for name, text in _lines(found).items():
+        lines = _lines(found)
+        width = max(map(len, lines))
+        for name, text in lines.items():
             print(f"{name:{width}}  {text}")
     for problem in found["problems"]:
         typer.echo(f"error: {problem}", err=True)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from chairlift import _native
 from chairlift.core.plan import StepItem, TokenLogprob
-from chairlift.core.request import SamplingParams
 from chairlift.errors import StepFailed
 
 _SMALLEST = 1.2e-38  # a divisor below it would be 0 in the core's f32
@@ -114,14 +113,28 @@ def _sampling(draws: Draws, vocab_size: int, previous: Tokens | None) -> dict[st
     history, history_offsets = _native.join(histories)
     banned_ids, banned_offsets = _native.join(banned)
     bias_ids, bias_offsets = _native.join([tuple(bias) for bias in biases])
-    prompts = [min(item.sequence.num_prompt, len(tokens)) for item, tokens in zip(items, histories, strict=True)]
-    top_k = [max(each.top_k, 0) for each in params]
-    # One array for all columns of a type: to make an array costs more than to fill it with a step's draws.
-    whole = np.array([draws.rows, draws.forced, draws.indexes, ends, top_k, draws.num_logprobs, prompts], np.int32)
-    real = np.array([_reals(each) for each in params], np.float32).reshape(-1, 6).T.copy()
     return {
-        **dict(zip(_WHOLE, whole, strict=True)),
-        **dict(zip(_REAL, real, strict=True)),
+        **_columns(
+            np.int32,
+            row=draws.rows,
+            forced=draws.forced,
+            index=draws.indexes,
+            position=ends,
+            top_k=[max(each.top_k, 0) for each in params],
+            num_logprobs=draws.num_logprobs,
+            history_prompt=[
+                min(item.sequence.num_prompt, len(tokens)) for item, tokens in zip(items, histories, strict=True)
+            ],
+        ),
+        **_columns(
+            np.float32,
+            temperature=[each.temperature for each in params],
+            top_p=[each.top_p for each in params],
+            min_p=[each.min_p for each in params],
+            repetition=[max(each.repetition_penalty, _SMALLEST) for each in params],
+            presence=[each.presence_penalty for each in params],
+            frequency=[each.frequency_penalty for each in params],
+        ),
         "seed": np.array([item.sequence.seed for item in items], np.uint64),
         "history": _known(history, previous),
         "history_offsets": history_offsets,
@@ -133,20 +146,9 @@ def _sampling(draws: Draws, vocab_size: int, previous: Tokens | None) -> dict[st
     }
 
 
-_WHOLE = ("row", "forced", "index", "position", "top_k", "num_logprobs", "history_prompt")
-_REAL = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-
-
-def _reals(params: SamplingParams) -> tuple[float, ...]:
-    """The columns `_REAL` of one draw."""
-    return (
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        max(params.repetition_penalty, _SMALLEST),
-        params.presence_penalty,
-        params.frequency_penalty,
-    )
+def _columns(type_: type[np.generic], **columns: Sequence[float]) -> dict[str, NDArray[Any]]:
+    """Columns of one type and length, as the rows of one array: to make an array costs more than to fill it."""
+    return dict(zip(columns, np.array(list(columns.values()), type_), strict=True))
 
 
 def _banned(item: StepItem, end: int, vocab_size: int) -> tuple[int, ...]:
