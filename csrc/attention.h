@@ -1,30 +1,27 @@
-// Attention of query rows over a paged KV cache.
+// Attention of query rows over a paged KV cache (kv_cache.h), and the storing of keys and values into it.
 //
 // The unit of work is some consecutive rows of one item and one KV head with its group of query heads. It walks over the
-// positions in tiles that begin at multiples of the tile size, whatever the block size, and keeps for each query the
-// greatest score, the sum of weights and the weighted values so far ("online softmax"). For each query the order of
-// operations depends on its own position and window alone:
+// positions in tiles that begin at multiples of the tile size, whatever the block size, and keeps for each query (one
+// head of one row) the greatest score, the sum of weights and the weighted values so far ("online softmax"). For each
+// query the order of operations depends on its own position and window alone:
 //
-//     for each tile, first to last:  scores of the keys in view; new maximum; weights; rescale; add values key by key
+//     for each tile, first to last:  scores of the keys in view, each summed number by number; new maximum; weights;
+//                                    rescale; add values key by key
 //
-// so the same bits come out of a decode, of a chunk of any size, and of any division of the work among threads.
-// Processing several rows of a chunk together saves reading and widening the keys and values again for each.
+// so the same bits come out of a decode, of a chunk of any size, and of any division of the work among threads. Several
+// queries are computed side by side, which saves reading the keys and values again for each, and changes no result.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "isa.h"
+#include "kv_cache.h"
 
 namespace chairlift {
 
 constexpr int kRowTile = 16;  // most rows of a unit
-constexpr int kMaxTile = 32;  // most positions of a tile
-
-// How the cache stores a key or a value of head_dim numbers. int8: signed bytes, and behind them one f32 that they are
-// multiples of. A vector has a scale of its own because one for all of a block's positions would depend on tokens that
-// come later, and so a row's bits on which of them were there when it was computed.
-enum class KvType { f32, f16, int8 };
+constexpr int kMaxTile = 64;  // most positions of a tile
 
 inline __attribute__((always_inline)) int first_in_view(int position, int window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
@@ -32,16 +29,13 @@ inline __attribute__((always_inline)) int first_in_view(int position, int window
 
 // What is the same for all units of a model. Sizes in floats unless they say bytes.
 struct AttentionShape {
-    static constexpr int kHeadsTogether = 3;  // at most
+    static constexpr int kQueriesTogether = 6;  // at most
 
-    int head_dim = 0;
-    int padded_dim = 0;  // head_dim rounded up to 8
+    KvHead head;
+    int padded_dim = 0;  // head_dim rounded up to 16
     int group = 0;       // query heads per KV head
-    int tile = 0;        // positions, a multiple of 8, at most kMaxTile
-    int block_size = 0;  // positions
+    int tile = 0;        // positions, a multiple of 16, at most kMaxTile
     int table_stride = 1;         // block table entries from one block to the next of the same layers
-    KvType kv = KvType::f32;
-    std::size_t vector_bytes = 0; // from one position of a block to the next
     std::size_t block_bytes = 0;  // from one block of the cache to the next
     std::size_t q_stride = 0;     // from one query row to the next
     std::size_t out_stride = 0;
@@ -49,9 +43,8 @@ struct AttentionShape {
     float softcap = 0.0f;  // 0: none
 
     std::size_t scratch_floats() const {
-        const std::size_t queries = static_cast<std::size_t>(kRowTile) * group;
-        return (2 * static_cast<std::size_t>(tile) + 2 * queries) * padded_dim + 2 * queries +
-               static_cast<std::size_t>(kHeadsTogether) * tile;
+        const std::size_t queries = std::size_t{kRowTile} * group;
+        return (2 * std::size_t(tile) + 2 * queries) * padded_dim + std::size_t{kQueriesTogether} * tile + 2 * queries;
     }
 };
 
@@ -62,13 +55,17 @@ struct AttentionUnit {
     int first_position = 0;    // of the first row; the others follow it
     int window = 0;            // 0: all positions up to its own
     const std::int32_t* table = nullptr;   // the item's first block of this layer
-    const std::uint8_t* keys = nullptr;    // this layer's and head's [block_size] vectors in block 0
+    const std::uint8_t* keys = nullptr;    // this layer's and head's in block 0
     const std::uint8_t* values = nullptr;
 };
 
 struct AttentionKernels {
-    // `scratch` has shape.scratch_floats() floats, 32-byte aligned.
+    // `scratch` has shape.scratch_floats() floats, 64-byte aligned.
     void (*attend)(const AttentionShape& shape, const AttentionUnit& unit, float* scratch);
+
+    // Store head_dim floats as the key or the value at `slot` of a head's keys or values in a block.
+    void (*store_key)(const KvHead& head, const float* key, int slot, std::uint8_t* keys);
+    void (*store_value)(const KvHead& head, const float* value, int slot, std::uint8_t* values);
 };
 
 }  // namespace chairlift

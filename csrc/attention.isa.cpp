@@ -1,151 +1,181 @@
 #include "attention.h"
 
 #include "simd.h"
-#include "simd_sums.h"
+
+#define CHAIRLIFT_UNROLL _Pragma("GCC unroll 8")
 
 namespace chairlift::CHAIRLIFT_ISA {
 
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
-constexpr int kHeads = AttentionShape::kHeadsTogether;
+constexpr int kLanes = 16;                               // positions, or numbers of a value, of a vector
+constexpr int kRuns = kMaxTile / kLanes;                 // of sixteen positions in a tile
+constexpr int kQueries = AttentionShape::kQueriesTogether;
+constexpr int kVectors = kRegisters16 >= 32 ? 4 : 1;     // sums of a query that go together: 6 x 4 of 32 registers, 6 of 8
 
-// The parts of the scratch memory. dim = padded_dim; a query is one head of one row: row * group + head.
+// The parts of the scratch memory. dim = padded_dim; query = row * group + head.
 struct Work {
-    float* keys;            // [tile][dim], widened
-    float* values;          // [tile][dim]
-    float* queries;         // [rows * group][dim], scaled
-    float* sums_of_values;  // [rows * group][dim], not yet divided by the sum of weights
-    float* greatest;        // [rows * group]
-    float* mass;            // [rows * group] sum of weights
-    float* scores;          // [kHeads][tile]
+    float* keys;      // [dim][tile], widened
+    float* values;    // [tile][dim]
+    float* queries;   // [rows * group][dim], scaled
+    float* sums;      // [rows * group][dim], of weighted values, not yet divided by the sum of weights
+    float* scores;    // [kQueries][tile], and then weights
+    float* greatest;  // [rows * group]
+    float* mass;      // [rows * group] sum of weights
 };
 
-// Where the vectors of a tile are, in the cache or widened in the scratch memory. Bytes are used as they are, and their
-// scales applied to the scores and the weights.
+// Where the keys and values of a tile are, by runs of sixteen positions: in the cache, or widened in the scratch memory.
+// Bytes are used as they are, and their scales applied to the scores and the weights.
+template <class T>
 struct Tile {
-    const void* keys[kMaxTile];
-    const void* values[kMaxTile];
+    const T* keys[kRuns];
+    const T* values[kRuns];
+    std::size_t key_stride, value_stride;  // from one number of the keys to the next, from one value to the next
     bool scaled;
-    float key_scales[kMaxTile], value_scales[kMaxTile];
+    alignas(64) float key_scales[kMaxTile], value_scales[kMaxTile];
 };
 
 CHAIRLIFT_INLINE Work divide(const AttentionShape& shape, float* scratch) {
-    const std::size_t dim = shape.padded_dim, queries = static_cast<std::size_t>(kRowTile) * shape.group;
+    const std::size_t dim = shape.padded_dim, queries = std::size_t{kRowTile} * shape.group;
     Work work;
     work.keys = scratch;
     work.values = work.keys + shape.tile * dim;
     work.queries = work.values + shape.tile * dim;
-    work.sums_of_values = work.queries + queries * dim;
-    work.scores = work.sums_of_values + queries * dim;
-    work.greatest = work.scores + kHeads * shape.tile;
+    work.sums = work.queries + queries * dim;
+    work.scores = work.sums + queries * dim;
+    work.greatest = work.scores + kQueries * shape.tile;
     work.mass = work.greatest + queries;
     return work;
 }
 
-CHAIRLIFT_INLINE f32x8 load_stored(const float* p) { return load(p); }
-CHAIRLIFT_INLINE f32x8 load_stored(const std::uint16_t* p) { return load_f16(p); }
-CHAIRLIFT_INLINE f32x8 load_stored(const std::int8_t* p) { return load_i8(p); }
+CHAIRLIFT_INLINE f32x16 load_stored(const float* p) { return load16(p); }
+CHAIRLIFT_INLINE f32x16 load_stored(const std::uint16_t* p) { return load16_f16(p); }
+CHAIRLIFT_INLINE f32x16 load_stored(const std::int8_t* p) { return load16_i8(p); }
 
-// n stored numbers as floats, padded with zeros.
+CHAIRLIFT_INLINE int run_end(int position) { return (position + kLanes - 1) / kLanes; }
+
+CHAIRLIFT_INLINE std::size_t block_at(const AttentionShape& shape, const AttentionUnit& unit, int position) {
+    return unit.table[position / shape.head.block_size * shape.table_stride] * shape.block_bytes;
+}
+
+// body(i, count, block, slot) for the pieces of begin..end of the tile at `start` that lie in one block.
+template <class Body>
+CHAIRLIFT_INLINE void for_pieces(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
+                                 Body&& body) {
+    for (int i = begin, count; i < end; i += count) {
+        const int slot = (start + i) % shape.head.block_size, rest = shape.head.block_size - slot;
+        count = rest < end - i ? rest : end - i;
+        body(i, count, block_at(shape, unit, start + i), slot);
+    }
+}
+
+template <class Numbers>
+CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
+                                  Tile<Numbers>& tile) {
+    for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
+        const std::size_t at = block + shape.head.scale_at(slot);
+        std::memcpy(tile.key_scales + i, unit.keys + at, count * sizeof(float));
+        std::memcpy(tile.value_scales + i, unit.values + at, count * sizeof(float));
+    });
+}
+
+// Positions begin..end of the tile that starts at `start`, where they lie in the cache. Needs whole runs in a block.
 template <class T>
-CHAIRLIFT_INLINE void widen(const T* stored, int n, float* out) {
-    int i = 0;
-    for (; i + 8 <= n; i += 8) store(out + i, load_stored(stored + i));
-    if (i == n) return;
-    T lanes[8] = {};
-    for (int lane = 0; i + lane < n; ++lane) lanes[lane] = stored[i + lane];
-    store(out + i, load_stored(lanes));
-}
-
-CHAIRLIFT_INLINE void widen(const AttentionShape& shape, const std::uint8_t* stored, float* out) {
-    switch (shape.kv) {
-        case KvType::f32: return widen(reinterpret_cast<const float*>(stored), shape.head_dim, out);
-        case KvType::f16: return widen(reinterpret_cast<const std::uint16_t*>(stored), shape.head_dim, out);
-        case KvType::int8: return widen(reinterpret_cast<const std::int8_t*>(stored), shape.head_dim, out);
-    }
-}
-
-// The scale behind the bytes of a vector.
-CHAIRLIFT_INLINE float scale_of(const AttentionShape& shape, const std::uint8_t* stored) {
-    float scale;
-    std::memcpy(&scale, stored + shape.head_dim, sizeof scale);
-    return scale;
-}
-
-CHAIRLIFT_INLINE std::size_t offset_of(const AttentionShape& shape, const AttentionUnit& unit, int position) {
-    const int block = unit.table[position / shape.block_size * shape.table_stride];
-    return block * shape.block_bytes + position % shape.block_size * shape.vector_bytes;
-}
-
-// Positions begin..end of the tile that starts at `start`: where they lie in the cache, or widened if `copy`. The rest of
-// the group of eight that begin and end fall in points to the first of them: it is loaded, and its score not used.
 CHAIRLIFT_INLINE void find_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
-                                bool copy, const Work& work, Tile& tile) {
-    tile.scaled = shape.kv == KvType::int8;
-    int slot = (start + begin) % shape.block_size;
-    std::size_t at = offset_of(shape, unit, start + begin);
-    for (int i = begin; i < end; ++i) {
-        if (slot == shape.block_size) {
-            slot = 0;
-            at = offset_of(shape, unit, start + i);
-        }
-        tile.keys[i] = unit.keys + at;
-        tile.values[i] = unit.values + at;
-        if (tile.scaled) {
-            tile.key_scales[i] = scale_of(shape, unit.keys + at);
-            tile.value_scales[i] = scale_of(shape, unit.values + at);
-        }
-        if (copy) {
-            float *key = work.keys + i * shape.padded_dim, *value = work.values + i * shape.padded_dim;
-            widen(shape, unit.keys + at, key);
-            widen(shape, unit.values + at, value);
-            tile.keys[i] = key;
-            tile.values[i] = value;
-        }
-        ++slot;
-        at += shape.vector_bytes;
+                                Tile<T>& tile) {
+    tile.key_stride = shape.head.block_size;
+    tile.value_stride = shape.head.head_dim;
+    for (int run = begin / kLanes; run < run_end(end); ++run) {
+        const int position = start + run * kLanes, slot = position % shape.head.block_size;
+        const std::size_t block = block_at(shape, unit, position);
+        tile.keys[run] = reinterpret_cast<const T*>(unit.keys + block + shape.head.key_at(0, slot));
+        tile.values[run] = reinterpret_cast<const T*>(unit.values + block + shape.head.value_at(slot));
     }
-    const auto point_to_first = [&](int i) {
-        tile.keys[i] = tile.keys[begin];
-        tile.key_scales[i] = tile.value_scales[i] = 0.0f;
-    };
-    for (int i = begin & ~7; i < begin; ++i) point_to_first(i);
-    for (int i = end; i < ((end + 7) & ~7); ++i) point_to_first(i);
+}
+
+// The same, widened to floats in the scratch memory. What lies in the runs beyond begin..end may be anything.
+template <class T>
+CHAIRLIFT_INLINE void widen_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
+                                 const Work& work, Tile<float>& tile) {
+    const int head_dim = shape.head.head_dim, dim = shape.padded_dim;
+    tile.key_stride = shape.tile;
+    tile.value_stride = dim;
+    for (int run = begin / kLanes; run < run_end(end); ++run) {
+        tile.keys[run] = work.keys + run * kLanes;
+        tile.values[run] = work.values + std::size_t(run) * kLanes * dim;
+    }
+    for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
+        const T* keys = reinterpret_cast<const T*>(unit.keys + block);
+        const T* values = reinterpret_cast<const T*>(unit.values + block + shape.head.value_at(slot));
+        for (int first = 0; first < count; first += kLanes) {
+            const int some = count - first < kLanes ? count - first : kLanes;
+            for (int number = 0; number < head_dim; ++number) {
+                const T* key = keys + std::size_t(number) * shape.head.block_size + slot + first;
+                float* out = work.keys + number * shape.tile + i + first;
+                if (some == kLanes) {
+                    store(out, load_stored(key));
+                } else {
+                    T lanes[kLanes] = {};
+                    float wide[kLanes];
+                    for (int lane = 0; lane < some; ++lane) lanes[lane] = key[lane];
+                    store(wide, load_stored(lanes));
+                    for (int lane = 0; lane < some; ++lane) out[lane] = wide[lane];
+                }
+            }
+        }
+        for (int key = 0; key < count; ++key) {
+            const T* value = values + std::size_t(key) * head_dim;
+            float* out = work.values + std::size_t(i + key) * dim;
+            int number = 0;
+            for (; number + kLanes <= head_dim; number += kLanes) store(out + number, load_stored(value + number));
+            if (number == head_dim) continue;
+            T lanes[kLanes] = {};
+            for (int lane = 0; number + lane < head_dim; ++lane) lanes[lane] = value[number + lane];
+            store(out + number, load_stored(lanes));
+        }
+    });
 }
 
 // Asks for the tile at `start`, the next one to be used: its blocks lie far apart, which the processor cannot foresee.
 // Into the second-level cache: the first level's few miss buffers would fill up, and the work on this tile stand still.
 CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
-    const int end = last + 1 < start + shape.tile ? last + 1 : start + shape.tile;
-    int run;  // positions that lie one after the other, within a block
-    for (int position = start; position < end; position += run) {
-        const int slot = position % shape.block_size, rest = shape.block_size - slot;
-        run = rest < end - position ? rest : end - position;
-        const std::size_t at = offset_of(shape, unit, position);
-        for (std::size_t byte = 0; byte < run * shape.vector_bytes; byte += 64) {
-            prefetch(unit.keys + at + byte);
-            prefetch(unit.values + at + byte);
-        }
-    }
+    const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
+    const KvHead& head = shape.head;
+    for_pieces(shape, unit, start, 0, end, [&](int, int count, std::size_t block, int slot) {
+        const std::size_t values = head.value_at(slot), stride = head.key_at(1, 0);
+        for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(unit.values + block + values + byte);
+        for (std::size_t byte = 0; byte < head.value_at(head.block_size); byte += stride < 64 ? 64 : stride)
+            prefetch(unit.keys + block + byte + head.key_at(0, slot));
+    });
 }
 
-// Scores of K keys for H queries: scores[h * stride + k].
-template <class T, int H, int K>
-CHAIRLIFT_INLINE void score(const float* queries, const void* const* keys, int dim, float* scores, int stride) {
-    f32x8 acc[H][K];
-    for (int h = 0; h < H; ++h)
-        for (int k = 0; k < K; ++k) acc[h][k] = zero8();
-    for (int i = 0; i < dim; i += 8) {
-        f32x8 query[H];
-        for (int h = 0; h < H; ++h) query[h] = load(queries + h * dim + i);
-        for (int k = 0; k < K; ++k) {
-            const f32x8 key = load_stored(static_cast<const T*>(keys[k]) + i);
-            for (int h = 0; h < H; ++h) acc[h][k] = fma(query[h], key, acc[h][k]);
+// Scores of R queries and the keys of V runs: scores[r * stride + key].
+template <class T, int R, int V>
+CHAIRLIFT_INLINE void score(const float* queries, int dim, const T* const* keys, std::size_t key_stride, int numbers,
+                            float* scores, int stride) {
+    f32x16 acc[R][V];
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; ++r) {
+        CHAIRLIFT_UNROLL
+        for (int v = 0; v < V; ++v) acc[r][v] = zero16();
+    }
+    for (int i = 0; i < numbers; ++i) {
+        f32x16 key[V];
+        CHAIRLIFT_UNROLL
+        for (int v = 0; v < V; ++v) key[v] = load_stored(keys[v] + i * key_stride);
+        CHAIRLIFT_UNROLL
+        for (int r = 0; r < R; ++r) {
+            const f32x16 query = broadcast16(queries[r * dim + i]);
+            CHAIRLIFT_UNROLL
+            for (int v = 0; v < V; ++v) acc[r][v] = fma(query, key[v], acc[r][v]);
         }
     }
-    for (int h = 0; h < H; ++h)
-        for (int k = 0; k < K; k += 4) store_sums(&acc[h][k], scores + h * stride + k);
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; ++r) {
+        CHAIRLIFT_UNROLL
+        for (int v = 0; v < V; ++v) store(scores + r * stride + v * kLanes, acc[r][v]);
+    }
 }
 
 CHAIRLIFT_INLINE float exp_one(float x) {
@@ -155,143 +185,275 @@ CHAIRLIFT_INLINE float exp_one(float x) {
 }
 
 // Turns the scores of keys begin..end into weights, and returns the factor for what was summed up before.
-CHAIRLIFT_INLINE float weigh(const Tile& tile, float* scores, int begin, int end, float cap, float* running_greatest,
+template <class T>
+CHAIRLIFT_INLINE float weigh(const Tile<T>& tile, float* scores, int begin, int end, float cap, float* running_greatest,
                              float* mass) {
-    const int first = begin & ~7, last = (end + 7) & ~7;
+    const int first = begin / kLanes * kLanes, last = run_end(end) * kLanes;
     if (tile.scaled)
-        for (int key = first; key < last; key += 8)
-            store(scores + key, load(scores + key) * load(tile.key_scales + key));
+        for (int key = first; key < last; key += kLanes)
+            store(scores + key, load16(scores + key) * load16(tile.key_scales + key));
     if (cap > 0.0f)
-        for (int key = first; key < last; key += 8)
-            store(scores + key, broadcast(cap) * tanh(load(scores + key) / broadcast(cap)));
-    for (int key = first; key < begin; ++key) scores[key] = -kInfinity;  // out of view
+        for (int key = first; key < last; key += kLanes)
+            store(scores + key, broadcast16(cap) * tanh(load16(scores + key) / broadcast16(cap)));
+    for (int key = first; key < begin; ++key) scores[key] = -kInfinity;  // out of view, and may have been anything
     for (int key = end; key < last; ++key) scores[key] = -kInfinity;
-    f32x8 greatest8 = broadcast(-kInfinity);
-    for (int key = first; key < last; key += 8) greatest8 = max(load(scores + key), greatest8);
-    const float before = *running_greatest, here = maximum(greatest8);
+    f32x16 greatest16 = broadcast16(-kInfinity);
+    for (int key = first; key < last; key += kLanes) greatest16 = max(load16(scores + key), greatest16);
+    const float before = *running_greatest, here = maximum(greatest16);
     const float greatest = here > before ? here : before;
-    f32x8 mass8 = zero8();
-    for (int key = first; key < last; key += 8) {
-        const f32x8 weight = exp(load(scores + key) - broadcast(greatest));
-        store(scores + key, tile.scaled ? weight * load(tile.value_scales + key) : weight);
-        mass8 = mass8 + weight;
+    f32x16 mass16 = zero16();
+    for (int key = first; key < last; key += kLanes) {
+        const f32x16 weight = exp(load16(scores + key) - broadcast16(greatest));
+        store(scores + key, tile.scaled ? weight * load16(tile.value_scales + key) : weight);
+        mass16 = mass16 + weight;
     }
     const float rescale = exp_one(before - greatest);
     *running_greatest = greatest;
-    *mass = *mass * rescale + sum(mass8);
+    *mass = *mass * rescale + sum(mass16);
     return rescale;
 }
 
-// For H queries and N vectors of each, from float i on: sums = sums * rescale + weight of each key * its value, in order.
-template <class T, int H, int N>
-CHAIRLIFT_INLINE void add_values(const float* weights, int stride, const void* const* values, int begin, int end, int i,
-                                 int dim, const float* rescale, float* sums) {
-    f32x8 acc[H][N];
-    for (int h = 0; h < H; ++h)
-        for (int n = 0; n < N; ++n) acc[h][n] = load(sums + h * dim + i + 8 * n) * broadcast(rescale[h]);
-    for (int key = begin; key < end; ++key) {
-        f32x8 weight[H];
-        for (int h = 0; h < H; ++h) weight[h] = broadcast(weights[h * stride + key]);
-        for (int n = 0; n < N; ++n) {
-            const f32x8 value = load_stored(static_cast<const T*>(values[key]) + i + 8 * n);
-            for (int h = 0; h < H; ++h) acc[h][n] = fma(weight[h], value, acc[h][n]);
+// For R queries and V vectors of each, from number i on: sums = sums * rescale + weight of each key * its value, in order.
+template <class T, int R, int V>
+CHAIRLIFT_INLINE void add_values(const float* weights, int stride, const Tile<T>& tile, int begin, int end, int i,
+                                 const float* rescale, float* sums, int dim) {
+    f32x16 acc[R][V];
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; ++r) {
+        CHAIRLIFT_UNROLL
+        for (int v = 0; v < V; ++v) acc[r][v] = load16(sums + r * dim + i + v * kLanes) * broadcast16(rescale[r]);
+    }
+    for (int key = begin, run_last; key < end; key = run_last) {
+        const int run = key / kLanes;
+        run_last = (run + 1) * kLanes < end ? (run + 1) * kLanes : end;
+        const T* value = tile.values[run] + (key - run * kLanes) * tile.value_stride + i;
+        for (; key < run_last; ++key, value += tile.value_stride) {
+            f32x16 numbers[V];
+            CHAIRLIFT_UNROLL
+            for (int v = 0; v < V; ++v) numbers[v] = load_stored(value + v * kLanes);
+            CHAIRLIFT_UNROLL
+            for (int r = 0; r < R; ++r) {
+                const f32x16 weight = broadcast16(weights[r * stride + key]);
+                CHAIRLIFT_UNROLL
+                for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, numbers[v], acc[r][v]);
+            }
         }
     }
-    for (int h = 0; h < H; ++h)
-        for (int n = 0; n < N; ++n) store(sums + h * dim + i + 8 * n, acc[h][n]);
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; ++r) {
+        CHAIRLIFT_UNROLL
+        for (int v = 0; v < V; ++v) store(sums + r * dim + i + v * kLanes, acc[r][v]);
+    }
 }
 
-// Keys begin..end of a tile, for H queries of one row from `query` on.
-template <class T, int H>
-CHAIRLIFT_INLINE void add_tile(const AttentionShape& shape, const Work& work, const Tile& tile, int query, int begin,
-                               int end) {
-    constexpr int kKeys = H == 1 ? 8 : 4;  // enough sums at a time to hide latency, few enough for the registers
-    constexpr int kVectors = H == 1 ? 8 : 4;
+template <class T, int R>
+CHAIRLIFT_INLINE void add_values(const AttentionShape& shape, const float* weights, const Tile<T>& tile, int begin,
+                                 int end, const float* rescale, float* sums) {
     const int dim = shape.padded_dim;
-    float rescale[H];
-    for (int key = begin & ~7; key < end; key += kKeys)
-        score<T, H, kKeys>(work.queries + query * dim, tile.keys + key, dim, work.scores + key, shape.tile);
-    for (int h = 0; h < H; ++h)
-        rescale[h] = weigh(tile, work.scores + h * shape.tile, begin, end, shape.softcap, work.greatest + query + h,
-                           work.mass + query + h);
-    float* sums = work.sums_of_values + query * dim;
     int i = 0;
-    for (; i + 8 * kVectors <= dim; i += 8 * kVectors)
-        add_values<T, H, kVectors>(work.scores, shape.tile, tile.values, begin, end, i, dim, rescale, sums);
-    for (; i < dim; i += 8)
-        add_values<T, H, 1>(work.scores, shape.tile, tile.values, begin, end, i, dim, rescale, sums);
+    for (; i + kVectors * kLanes <= dim; i += kVectors * kLanes)
+        add_values<T, R, kVectors>(weights, shape.tile, tile, begin, end, i, rescale, sums, dim);
+    if constexpr (kVectors > 1)
+        for (; i < dim; i += kLanes) add_values<T, R, 1>(weights, shape.tile, tile, begin, end, i, rescale, sums, dim);
 }
 
-// All heads of a row. How many go together decides how often a key is loaded, and changes no result.
+struct View {
+    int begin, end;  // of a tile, what a query sees of it
+};
+
+CHAIRLIFT_INLINE View view_of(const AttentionShape& shape, const AttentionUnit& unit, int start, int row) {
+    const int position = unit.first_position + row, seen = first_in_view(position, unit.window);
+    return {seen > start ? seen - start : 0, position + 1 - start < shape.tile ? position + 1 - start : shape.tile};
+}
+
+// The tile that begins at `start`, for R queries from `query` on, each of which sees some of it.
+template <class T, int R>
+void add_tile(const AttentionShape& shape, const AttentionUnit& unit, const Work& work, const Tile<T>& tile, int start,
+              int query) {
+    const int dim = shape.padded_dim;
+    View views[R];
+    for (int r = 0; r < R; ++r) views[r] = view_of(shape, unit, start, (query + r) / shape.group);
+    // Views only move on from row to row.
+    const View all = {views[0].begin, views[R - 1].end}, common = {views[R - 1].begin, views[0].end};
+    const float* queries = work.queries + query * dim;
+    int run = all.begin / kLanes;
+    for (; run + kVectors <= run_end(all.end); run += kVectors)
+        score<T, R, kVectors>(queries, dim, tile.keys + run, tile.key_stride, shape.head.head_dim,
+                              work.scores + run * kLanes, shape.tile);
+    if constexpr (kVectors > 1)
+        for (; run < run_end(all.end); ++run)
+            score<T, R, 1>(queries, dim, tile.keys + run, tile.key_stride, shape.head.head_dim,
+                           work.scores + run * kLanes, shape.tile);
+
+    float rescale[R];
+    for (int r = 0; r < R; ++r)
+        rescale[r] = weigh(tile, work.scores + r * shape.tile, views[r].begin, views[r].end, shape.softcap,
+                           work.greatest + query + r, work.mass + query + r);
+
+    float* sums = work.sums + query * dim;
+    if (common.begin == all.begin && common.end == all.end)
+        return add_values<T, R>(shape, work.scores, tile, all.begin, all.end, rescale, sums);
+    // Else what all see together, and what some see before and after it one by one.
+    const View middle = {common.begin, common.begin < common.end ? common.end : common.begin};
+    float ones[R];
+    for (int r = 0; r < R; ++r) {
+        const int end = views[r].end < middle.begin ? views[r].end : middle.begin;
+        add_values<T, 1>(shape, work.scores + r * shape.tile, tile, views[r].begin, end, rescale + r, sums + r * dim);
+        ones[r] = 1.0f;
+    }
+    add_values<T, R>(shape, work.scores, tile, middle.begin, middle.end, ones, sums);
+    for (int r = 0; r < R; ++r)
+        add_values<T, 1>(shape, work.scores + r * shape.tile, tile, middle.end, views[r].end, ones, sums + r * dim);
+}
+
+// `count` queries, 1 to R.
+template <class T, int R>
+CHAIRLIFT_INLINE void add_tile_of(int count, const AttentionShape& shape, const AttentionUnit& unit, const Work& work,
+                                  const Tile<T>& tile, int start, int query) {
+    if constexpr (R > 1) {
+        if (count < R) return add_tile_of<T, R - 1>(count, shape, unit, work, tile, start, query);
+    }
+    add_tile<T, R>(shape, unit, work, tile, start, query);
+}
+
+// The tile for all queries that see some of it. How many go together decides how often a key is loaded, no result.
 template <class T>
-void add_tile_to_row(const AttentionShape& shape, const Work& work, const Tile& tile, int row, int begin, int end) {
-    int query = row * shape.group;
-    const int last = query + shape.group;
-    for (; last - query > 3 || last - query == 2; query += 2) add_tile<T, 2>(shape, work, tile, query, begin, end);
-    if (last - query == 3) return add_tile<T, 3>(shape, work, tile, query, begin, end);
-    if (last - query == 1) add_tile<T, 1>(shape, work, tile, query, begin, end);
+CHAIRLIFT_INLINE void add_tile(const AttentionShape& shape, const AttentionUnit& unit, const Work& work,
+                               const Tile<T>& tile, int start) {
+    const auto sees_some = [&](int row) {
+        const View view = view_of(shape, unit, start, row);
+        return view.begin < view.end;
+    };
+    int first = 0, last = unit.rows;
+    while (first < last && !sees_some(first)) ++first;
+    while (first < last && !sees_some(last - 1)) --last;
+    int query = first * shape.group, left = last * shape.group - query;
+    for (int parts = (left + kQueries - 1) / kQueries; parts > 0; --parts) {
+        const int count = (left + parts - 1) / parts;
+        add_tile_of<T, kQueries>(count, shape, unit, work, tile, start, query);
+        query += count;
+        left -= count;
+    }
 }
 
 CHAIRLIFT_INLINE void begin_queries(const AttentionShape& shape, const AttentionUnit& unit, const Work& work) {
-    const int dim = shape.padded_dim;
+    const int dim = shape.padded_dim, head_dim = shape.head.head_dim;
     for (int query = 0; query < unit.rows * shape.group; ++query) {
         const int row = query / shape.group, head = query % shape.group;
-        const float* q = unit.q + row * shape.q_stride + head * shape.head_dim;
-        float* scaled = work.queries + query * dim;
-        float* values = work.sums_of_values + query * dim;
-        for (int i = 0; i < dim; ++i) scaled[i] = i < shape.head_dim ? q[i] * shape.scale : 0.0f;
-        for (int i = 0; i < dim; ++i) values[i] = 0.0f;
+        const float* q = unit.q + row * shape.q_stride + head * head_dim;
+        for (int i = 0; i < head_dim; ++i) work.queries[query * dim + i] = q[i] * shape.scale;
+        for (int i = 0; i < dim; ++i) work.sums[query * dim + i] = 0.0f;
         work.greatest[query] = -kInfinity;
         work.mass[query] = 0.0f;
     }
 }
 
 CHAIRLIFT_INLINE void end_queries(const AttentionShape& shape, const AttentionUnit& unit, const Work& work) {
+    const int head_dim = shape.head.head_dim;
     for (int query = 0; query < unit.rows * shape.group; ++query) {
         const int row = query / shape.group, head = query % shape.group;
-        float* out = unit.out + row * shape.out_stride + head * shape.head_dim;
-        const float* values = work.sums_of_values + query * shape.padded_dim;
-        const float mass = work.mass[query];
-        for (int i = 0; i < shape.head_dim; ++i) out[i] = values[i] / mass;
+        float* out = unit.out + row * shape.out_stride + head * head_dim;
+        for (int i = 0; i < head_dim; ++i) out[i] = work.sums[query * shape.padded_dim + i] / work.mass[query];
     }
 }
 
-using AddTile = void (*)(const AttentionShape&, const Work&, const Tile&, int row, int begin, int end);
-
-AddTile add_tile_to_row(KvType type) {
-    switch (type) {
-        case KvType::f16: return add_tile_to_row<std::uint16_t>;
-        case KvType::int8: return add_tile_to_row<std::int8_t>;
-        default: return add_tile_to_row<float>;
-    }
-}
-
-void attend(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+template <class T>
+void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
     const Work work = divide(shape, scratch);
-    // Widening pays when several rows use a tile; vectors that do not fill whole registers are padded in any case.
-    const bool copy = (unit.rows > 1 && shape.kv != KvType::f32) || shape.head_dim != shape.padded_dim;
-    const AddTile add = add_tile_to_row(copy ? KvType::f32 : shape.kv);
-    const int first = unit.first_position, last = first + unit.rows - 1;
-    const int from = first_in_view(first, unit.window);  // the later rows begin there or after it
-    Tile tile;
+    // Widening pays when several rows use a tile, and makes vectors whole where the cache has odd ones.
+    const bool whole = shape.head.block_size % kLanes == 0 && shape.head.head_dim % kLanes == 0;
+    const bool widened = !whole || (unit.rows > 1 && shape.head.kv != KvType::f32);
+    const int last = unit.first_position + unit.rows - 1;
+    const int from = first_in_view(unit.first_position, unit.window);  // the later rows begin there or after it
     begin_queries(shape, unit, work);
-    for (int start = from / shape.tile * shape.tile; start <= last; start += shape.tile) {
-        const int tile_begin = from > start ? from - start : 0;
-        const int tile_end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
-        find_tile(shape, unit, start, tile_begin, tile_end, copy, work, tile);
-        prefetch_tile(shape, unit, start + shape.tile, last);
-        for (int row = 0; row < unit.rows; ++row) {
-            const int position = first + row, seen = first_in_view(position, unit.window);
-            const int begin = seen > start ? seen - start : 0;
-            const int end = position + 1 - start < shape.tile ? position + 1 - start : shape.tile;
-            if (begin < end) add(shape, work, tile, row, begin, end);  // else it sees nothing of this tile
+    const auto with_tiles = [&](auto& tile, auto&& find) {
+        tile.scaled = shape.head.kv == KvType::int8;
+        for (int start = from / shape.tile * shape.tile; start <= last; start += shape.tile) {
+            const int begin = from > start ? from - start : 0;
+            const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
+            find(start, begin, end);
+            if (tile.scaled) find_scales(shape, unit, start, begin, end, tile);
+            prefetch_tile(shape, unit, start + shape.tile, last);
+            add_tile(shape, unit, work, tile, start);
         }
+    };
+    if (widened) {
+        Tile<float> tile;
+        with_tiles(tile, [&](int start, int begin, int end) { widen_tile<T>(shape, unit, start, begin, end, work, tile); });
+    } else {
+        Tile<T> tile;
+        with_tiles(tile, [&](int start, int begin, int end) { find_tile(shape, unit, start, begin, end, tile); });
     }
     end_queries(shape, unit, work);
 }
 
+void attend(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+    switch (shape.head.kv) {
+        case KvType::f32: return attend_stored<float>(shape, unit, scratch);
+        case KvType::f16: return attend_stored<std::uint16_t>(shape, unit, scratch);
+        case KvType::int8: return attend_stored<std::int8_t>(shape, unit, scratch);
+    }
+}
+
+CHAIRLIFT_INLINE void narrow(f32x8 v, float, float* out) { store(out, v); }
+CHAIRLIFT_INLINE void narrow(f32x8 v, float, std::uint16_t* out) { store_f16(out, v); }
+CHAIRLIFT_INLINE void narrow(f32x8 v, float inverse, std::int8_t* out) {
+    inverse == 0.0f ? store_i8(out, zero8()) : store_i8(out, v * broadcast(inverse));  // v may not be finite
+}
+
+// The floats of x as the cache stores them, one at out[i * stride]; `inverse` is of the scale.
+template <class T>
+CHAIRLIFT_INLINE void store_numbers(const float* x, int n, float inverse, T* out, std::size_t stride) {
+    for (int i = 0; i < n; i += 8) {
+        const int count = n - i < 8 ? n - i : 8;
+        T lanes[8];
+        narrow(count == 8 ? load(x + i) : load_first(x + i, count), inverse, lanes);
+        if (count == 8 && stride == 1) {
+            std::memcpy(out + i, lanes, sizeof lanes);
+        } else {
+            for (int lane = 0; lane < count; ++lane) out[(i + lane) * stride] = lanes[lane];
+        }
+    }
+}
+
+// The scale of x as bytes, and its inverse: NaN and 0 where x is not finite.
+CHAIRLIFT_INLINE float byte_scale(const float* x, int n, float* inverse) {
+    f32x8 largest = zero8(), zeros = zero8();  // NaN once a value is not finite
+    for (int i = 0; i < n; i += 8) {
+        const f32x8 v = n - i < 8 ? load_first(x + i, n - i) : load(x + i);
+        largest = max(abs(v), largest);
+        zeros = fma(v, zero8(), zeros);
+    }
+    const float peak = maximum(largest);
+    const bool finite = sum(zeros) == 0.0f, usable = finite && peak >= 1e-30f;  // below, 127 / peak may overflow
+    *inverse = usable ? 127.0f / peak : 0.0f;
+    return usable ? peak / 127.0f : finite ? 0.0f : __builtin_nanf("");
+}
+
+CHAIRLIFT_INLINE void store_vector(const KvHead& head, const float* x, int slot, std::uint8_t* stored, std::size_t at,
+                                   std::size_t stride) {
+    std::uint8_t* out = stored + at;
+    float scale, inverse;
+    switch (head.kv) {
+        case KvType::f32: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<float*>(out), stride);
+        case KvType::f16: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<std::uint16_t*>(out), stride);
+        case KvType::int8:
+            scale = byte_scale(x, head.head_dim, &inverse);
+            store_numbers(x, head.head_dim, inverse, reinterpret_cast<std::int8_t*>(out), stride);
+            std::memcpy(stored + head.scale_at(slot), &scale, sizeof scale);
+    }
+}
+
+void store_key(const KvHead& head, const float* key, int slot, std::uint8_t* keys) {
+    store_vector(head, key, slot, keys, head.key_at(0, slot), head.block_size);
+}
+
+void store_value(const KvHead& head, const float* value, int slot, std::uint8_t* values) {
+    store_vector(head, value, slot, values, head.value_at(slot), 1);
+}
+
 }  // namespace
 
-extern const AttentionKernels attention_kernels = {attend};
+extern const AttentionKernels attention_kernels = {attend, store_key, store_value};
 
 }  // namespace chairlift::CHAIRLIFT_ISA

@@ -68,35 +68,6 @@ void map_pages([[maybe_unused]] std::stop_token stop, [[maybe_unused]] std::uint
 
 }  // namespace
 
-CacheShape::CacheShape(const DecoderSpec& spec, const std::vector<std::vector<int>>& groups, int num_blocks,
-                       int block_size, KvType kv)
-    : num_blocks(num_blocks), block_size(block_size), kv(kv), group_of(spec.num_layers, -1), slot_of(spec.num_layers) {
-    if (num_blocks < 1) throw std::invalid_argument("num_blocks must be at least 1");
-    if (block_size < 1 || block_size > 1 << 16) throw std::invalid_argument("block_size must be from 1 to 65536");
-    std::size_t slots = 0;
-    for (const std::vector<int>& layers : groups) {
-        int window = layers.empty() ? 0 : 1;
-        for (std::size_t slot = 0; slot < layers.size(); ++slot) {
-            const int layer = layers[slot];
-            if (layer < 0 || layer >= spec.num_layers || group_of[layer] >= 0)
-                throw std::invalid_argument("groups must name each layer once, got layer " + std::to_string(layer));
-            group_of[layer] = static_cast<int>(windows.size());
-            slot_of[layer] = static_cast<int>(slot);
-            const int own = spec.layer_windows[layer];
-            window = own == 0 || window == 0 ? 0 : std::max(window, own);
-        }
-        windows.push_back(window);
-        slots = std::max(slots, layers.size());
-    }
-    if (std::count(group_of.begin(), group_of.end(), -1) > 0)
-        throw std::invalid_argument("groups must name each layer once, and some layers are missing");
-    const std::size_t number_bytes = kv == KvType::f32 ? 4 : kv == KvType::f16 ? 2 : 1;
-    vector_bytes = spec.head_dim * number_bytes + (kv == KvType::int8 ? sizeof(float) : 0);
-    head_bytes = vector_bytes * block_size;
-    layer_bytes = 2 * head_bytes * spec.num_kv_heads;
-    block_bytes = layer_bytes * slots;
-}
-
 struct Decoder::Layout {
     std::size_t size = 0;  // bytes so far
 
@@ -139,10 +110,10 @@ Decoder::Decoder(DecoderSpec spec, int threads, Isa isa, const std::string& weig
       attention_(attention_kernels(isa)),
       pool_(threads),
       weights_(spec_, weights) {
-    attention_shape_.head_dim = spec_.head_dim;
-    attention_shape_.padded_dim = round_up(spec_.head_dim, 8);
+    attention_shape_.head.head_dim = spec_.head_dim;
+    attention_shape_.padded_dim = round_up(spec_.head_dim, 16);
     attention_shape_.group = spec_.group();
-    attention_shape_.tile = spec_.head_dim <= 128 ? 32 : 16;  // keys and values of a tile stay in the first cache
+    attention_shape_.tile = spec_.head_dim <= 128 ? 64 : 32;  // keys or values of a tile stay in the first cache
     attention_shape_.scale = spec_.attn_scale;
     attention_shape_.softcap = spec_.attn_softcap;
     attention_shape_.q_stride = spec_.q_size() + 2 * spec_.kv_size();
@@ -216,12 +187,10 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     draw_order_.reserve(max_samples);
 
     cache_ = cache;
-    attention_shape_.block_size = cache.block_size;
+    attention_shape_.head = cache.head;
     attention_shape_.block_bytes = cache.block_bytes;
     attention_shape_.table_stride = static_cast<int>(cache.windows.size());
-    attention_shape_.kv = cache.kv;
-    attention_shape_.vector_bytes = cache.vector_bytes;
-    limits_ = {spec_.vocab_size, spec_.max_positions, cache.num_blocks, cache.block_size,
+    limits_ = {spec_.vocab_size, spec_.max_positions, cache.num_blocks, cache.head.block_size,
                cache.windows,    max_rows,            max_samples};
 }
 

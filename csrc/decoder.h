@@ -15,6 +15,7 @@
 
 #include "attention.h"
 #include "formats.h"
+#include "kv_cache.h"
 #include "matmul.h"
 #include "rows.h"
 #include "sampler.h"
@@ -24,27 +25,6 @@
 #include "weights.h"
 
 namespace chairlift {
-
-// The KV cache. The layers are divided into groups, and a block holds some positions for the layers of one group, so that
-// a group whose layers have a window gives blocks back as it passes. All groups draw from one pool, and copying a block
-// is one run of bytes: [block][layer of the group][key, value][kv head][position][head_dim].
-struct CacheShape {
-    int num_blocks = 0;
-    int block_size = 0;
-    KvType kv = KvType::f16;
-    std::vector<int> windows;      // of each group: the widest of its layers', 0 if one of them sees everything
-    std::vector<int> group_of;     // of each layer
-    std::vector<int> slot_of;      // which of the group's layers it is
-    std::size_t vector_bytes = 0;  // head_dim values
-    std::size_t head_bytes = 0;
-    std::size_t layer_bytes = 0;   // keys, then values
-    std::size_t block_bytes = 0;
-
-    CacheShape() = default;
-    // `groups` names each layer once. Throws std::invalid_argument.
-    CacheShape(const DecoderSpec& spec, const std::vector<std::vector<int>>& groups, int num_blocks, int block_size,
-               KvType kv);
-};
 
 struct StepOutput {
     std::vector<DrawResult>* results = nullptr;  // one a draw

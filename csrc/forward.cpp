@@ -175,30 +175,21 @@ struct Decoder::Pass {
             d.rows_.rotate(values, rope.cosines + row * pairs, rope.sines + row * pairs, static_cast<int>(pairs));
         }
         const CacheShape& cache = d.cache_;
-        const int position = input.positions[row];
-        const int block = table_of(item, layer)[position / cache.block_size * d.attention_shape_.table_stride];
-        std::uint8_t* slot = d.cache_memory_->data() + block * cache.block_bytes +
-                             cache.slot_of[layer] * cache.layer_bytes + position % cache.block_size * cache.vector_bytes;
-        for (int head = 0; head < 2 * spec.num_kv_heads; ++head)  // all keys, then all values, as in the row
-            store_vector(heads + q + std::size_t(head) * spec.head_dim, slot + head * cache.head_bytes);
+        const int position = input.positions[row], slot = position % cache.head.block_size;
+        const int block = table_of(item, layer)[position / cache.head.block_size * d.attention_shape_.table_stride];
+        std::uint8_t* keys = d.cache_memory_->data() + block * cache.block_bytes + cache.slot_of[layer] * cache.layer_bytes;
+        std::uint8_t* values = keys + spec.num_kv_heads * cache.head.bytes();
+        for (int head = 0; head < spec.num_kv_heads; ++head) {
+            const float* key = heads + q + std::size_t(head) * spec.head_dim;
+            const std::size_t at = head * cache.head.bytes();
+            d.attention_.store_key(cache.head, key, slot, keys + at);
+            d.attention_.store_value(cache.head, key + kv, slot, values + at);
+        }
     }
 
     // The item's first block of the layer's group; its others follow in strides.
     const std::int32_t* table_of(int item, int layer) const {
         return input.block_tables.data() + input.table_offsets[item] + d.cache_.group_of[layer];
-    }
-
-    void store_vector(const float* values, std::uint8_t* stored) const {
-        switch (d.cache_.kv) {
-            case KvType::f32: std::memcpy(stored, values, d.cache_.vector_bytes); break;
-            case KvType::f16:
-                d.rows_.to_f16(values, spec.head_dim, reinterpret_cast<std::uint16_t*>(stored));
-                break;
-            case KvType::int8:
-                float scale;
-                d.rows_.to_int8(values, spec.head_dim, reinterpret_cast<std::int8_t*>(stored), &scale);
-                std::memcpy(stored + spec.head_dim, &scale, sizeof scale);
-        }
     }
 
     void attend(int thread, int layer) {
@@ -216,8 +207,8 @@ struct Decoder::Pass {
             unit.first_position = input.positions[run.row];
             unit.window = spec.layer_windows[layer];
             unit.table = table_of(run.item, layer);
-            unit.keys = keys + head * cache.head_bytes;
-            unit.values = unit.keys + kv_heads * cache.head_bytes;
+            unit.keys = keys + head * cache.head.bytes();
+            unit.values = unit.keys + kv_heads * cache.head.bytes();
             d.attention_.attend(d.attention_shape_, unit, scratch);
         });
     }

@@ -27,9 +27,6 @@ struct RowKernels {
     void (*gelu_tanh_times)(float* gate, const float* up, int n);
     // x = cap * tanh(x / cap); NaN where x is not finite.
     void (*softcap)(float* x, int n, float cap);
-    void (*to_f16)(const float* x, int n, std::uint16_t* out);
-    // out * *scale is x, to the nearest; a scale of NaN where x is not finite.
-    void (*to_int8)(const float* x, int n, std::int8_t* out, float* scale);
 
     // Whether all are finite; the greatest (not NaN) and its first place.
     void (*scan)(const float* x, int n, RowScan* result);

@@ -94,33 +94,6 @@ void softcap(float* x, int n, float cap) {
     });
 }
 
-void to_f16(const float* x, int n, std::uint16_t* out) {
-    for_vectors(n, [&](int i, int count) {
-        if (count == 8) return store_f16(out + i, load(x + i));
-        std::uint16_t lanes[8];
-        store_f16(lanes, load_first(x + i, count));
-        for (int lane = 0; lane < count; ++lane) out[i + lane] = lanes[lane];
-    });
-}
-
-void to_int8(const float* x, int n, std::int8_t* out, float* scale) {
-    f32x8 largest = zero8(), zeros = zero8();  // NaN once a value is not finite
-    for_vectors(n, [&](int i, int count) {
-        const f32x8 v = load_some(x + i, count);
-        largest = max(abs(v), largest);
-        zeros = fma(v, zero8(), zeros);
-    });
-    const float peak = maximum(largest);
-    const bool finite = sum(zeros) == 0.0f, usable = finite && peak >= 1e-30f;  // below, 127 / peak may overflow
-    *scale = usable ? peak / 127.0f : finite ? 0.0f : __builtin_nanf("");
-    const f32x8 inverse = broadcast(usable ? 127.0f / peak : 0.0f);
-    for_vectors(n, [&](int i, int count) {
-        std::int8_t lanes[8] = {};
-        if (usable) store_i8(lanes, load_some(x + i, count) * inverse);
-        for (int lane = 0; lane < count; ++lane) out[i + lane] = lanes[lane];
-    });
-}
-
 // The greatest of 64 values.
 CHAIRLIFT_INLINE float greatest_of_64(const float* x) {
     const f32x8 a = max(max(load(x), load(x + 8)), max(load(x + 16), load(x + 24)));
@@ -188,8 +161,7 @@ int count_better(const float* x, int n, float value, int index) {
 }  // namespace
 
 extern const RowKernels row_kernels = {
-    rms_norm, add_rms_norm, rotate, silu_times, gelu_tanh_times, softcap, to_f16, to_int8, scan, weigh, count_better,
-    find_above,
+    rms_norm, add_rms_norm, rotate, silu_times, gelu_tanh_times, softcap, scan, weigh, count_better, find_above,
 };
 
 }  // namespace chairlift::CHAIRLIFT_ISA

@@ -33,11 +33,13 @@ namespace chairlift::CHAIRLIFT_ISA {
 //   store_i8(p, v): values within -127.5..127.5, rounded to nearest even
 //   v + w, v - w, v * w, v / w, -v, fma(a, b, c) = a * b + c, min(a, b), max(a, b): b if either is NaN; abs(v)
 //   below(a, b, then, otherwise): then where a < b, else (and for NaN) otherwise
-//   round_even(v), exp2i(v): 2^v for integral v in -126..127, sum(v), maximum(v) (in one fixed order)
+//   round_even(v), scale(v, n): v * 2^n for integral n in -126..127, sum(v), maximum(v) (in one fixed order)
 // f16 values are passed as std::uint16_t bits.
 //
-// f32x16, i32x16: the sixteen columns of a panel, in one register or two (simd_pair.h):
-//   zero16() broadcast16(x) load16(p) load16_f16(p) load16_bf16(p) store(p, v) v * w, fma(a, b, c), to_float(i)
+// f32x16, i32x16: sixteen columns of a panel, or sixteen positions, in one register or two (simd_pair.h), of which there
+// are kRegisters16:
+//   zero16() broadcast16(x) load16(p) load16_f16(p) load16_bf16(p) load16_i8(p) store(p, v) to_float(i)
+//   + - * / fma min max below round_even scale sum maximum, as above
 // Products of bytes: where CHAIRLIFT_BYTE_PRODUCTS is defined, i8x64 with zero_sums() load_quads(p) low_nibbles(v)
 // high_nibbles(v) dot(sums, weights, x); else i8x32 and i16x16, whose sums matmul.isa.cpp keeps from overflowing.
 
@@ -54,28 +56,41 @@ CHAIRLIFT_INLINE void store_first(float* p, f32x8 v, int n) {
     for (int i = 0; i < n; i++) p[i] = lanes[i];
 }
 
+CHAIRLIFT_INLINE float sum(f32x16 v) { return sum(left_of(v) + right_of(v)); }
+CHAIRLIFT_INLINE float maximum(f32x16 v) { return maximum(max(left_of(v), right_of(v))); }
+
+// x in each lane of a vector of the kind V.
+template <class V>
+V all(float x);
+template <>
+CHAIRLIFT_INLINE f32x8 all(float x) { return broadcast(x); }
+template <>
+CHAIRLIFT_INLINE f32x16 all(float x) { return broadcast16(x); }
+
 // e^x within 2 units in the last place. 0 below -87.3 (and for -infinity), e^88 above 88, NaN for NaN.
-CHAIRLIFT_INLINE f32x8 exp(f32x8 x) {
-    const f32x8 lowest = broadcast(-87.3f);
-    const f32x8 clamped = max(lowest, min(broadcast(88.0f), x));
-    const f32x8 n = round_even(clamped * broadcast(1.44269504f));  // x = n ln 2 + r with |r| <= ln 2 / 2
-    f32x8 r = fma(n, broadcast(-0.693359375f), clamped);           // ln 2 in two parts, the first with few bits
-    r = fma(n, broadcast(2.12194440e-4f), r);
-    f32x8 p = broadcast(1.0f / 5040);  // the exponential series to r^7, whose rest is below 1e-8
-    p = fma(p, r, broadcast(1.0f / 720));
-    p = fma(p, r, broadcast(1.0f / 120));
-    p = fma(p, r, broadcast(1.0f / 24));
-    p = fma(p, r, broadcast(1.0f / 6));
-    p = fma(p, r, broadcast(0.5f));
-    p = fma(p, r, broadcast(1.0f));
-    p = fma(p, r, broadcast(1.0f));
-    return below(x, lowest, zero8(), p * exp2i(n));
+template <class V>
+CHAIRLIFT_INLINE V exp(V x) {
+    const V lowest = all<V>(-87.3f);
+    const V clamped = max(lowest, min(all<V>(88.0f), x));
+    const V n = round_even(clamped * all<V>(1.44269504f));  // x = n ln 2 + r with |r| <= ln 2 / 2
+    V r = fma(n, all<V>(-0.693359375f), clamped);           // ln 2 in two parts, the first with few bits
+    r = fma(n, all<V>(2.12194440e-4f), r);
+    V p = all<V>(1.0f / 5040);  // the exponential series to r^7, whose rest is below 1e-8
+    p = fma(p, r, all<V>(1.0f / 720));
+    p = fma(p, r, all<V>(1.0f / 120));
+    p = fma(p, r, all<V>(1.0f / 24));
+    p = fma(p, r, all<V>(1.0f / 6));
+    p = fma(p, r, all<V>(0.5f));
+    p = fma(p, r, all<V>(1.0f));
+    p = fma(p, r, all<V>(1.0f));
+    return below(x, lowest, all<V>(0.0f), scale(p, n));
 }
 
 // tanh(x) = 1 - 2 / (e^2x + 1): absolute error within 2e-7.
-CHAIRLIFT_INLINE f32x8 tanh(f32x8 x) {
-    const f32x8 one = broadcast(1.0f);
-    return one - broadcast(2.0f) / (exp(x + x) + one);
+template <class V>
+CHAIRLIFT_INLINE V tanh(V x) {
+    const V one = all<V>(1.0f);
+    return one - all<V>(2.0f) / (exp(x + x) + one);
 }
 
 }  // namespace chairlift::CHAIRLIFT_ISA

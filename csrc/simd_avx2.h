@@ -50,9 +50,9 @@ CHAIRLIFT_INLINE f32x8 below(f32x8 a, f32x8 b, f32x8 then, f32x8 otherwise) {
 CHAIRLIFT_INLINE f32x8 round_even(f32x8 a) {
     return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-CHAIRLIFT_INLINE f32x8 exp2i(f32x8 a) {
-    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(a.v), _mm256_set1_epi32(127));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))};
+CHAIRLIFT_INLINE f32x8 scale(f32x8 a, f32x8 n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
+    return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)))};
 }
 CHAIRLIFT_INLINE float sum(f32x8 a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));

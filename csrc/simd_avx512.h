@@ -7,6 +7,8 @@
 
 namespace chairlift::CHAIRLIFT_ISA {
 
+constexpr int kRegisters16 = 32;
+
 struct f32x16 {
     __m512 v;
 };
@@ -27,9 +29,26 @@ CHAIRLIFT_INLINE f32x16 load16_bf16(const std::uint16_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+CHAIRLIFT_INLINE f32x16 load16_i8(const std::int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 CHAIRLIFT_INLINE void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
+CHAIRLIFT_INLINE f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+CHAIRLIFT_INLINE f32x16 operator-(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 CHAIRLIFT_INLINE f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+CHAIRLIFT_INLINE f32x16 operator/(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 CHAIRLIFT_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+CHAIRLIFT_INLINE f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+CHAIRLIFT_INLINE f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+CHAIRLIFT_INLINE f32x16 below(f32x16 a, f32x16 b, f32x16 then, f32x16 otherwise) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), otherwise.v, then.v)};
+}
+CHAIRLIFT_INLINE f32x16 round_even(f32x16 a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+CHAIRLIFT_INLINE f32x16 scale(f32x16 a, f32x16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+CHAIRLIFT_INLINE f32x8 left_of(f32x16 a) { return {_mm512_castps512_ps256(a.v)}; }
+CHAIRLIFT_INLINE f32x8 right_of(f32x16 a) { return {_mm512_extractf32x8_ps(a.v, 1)}; }
 CHAIRLIFT_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 
 CHAIRLIFT_INLINE i32x16 zero_sums() { return {_mm512_setzero_si512()}; }

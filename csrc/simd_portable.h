@@ -95,10 +95,10 @@ CHAIRLIFT_INLINE void store_i8(std::int8_t* p, f32x8 a) {
     store(lanes, round_even(a));
     for (int i = 0; i < 8; i++) p[i] = static_cast<std::int8_t>(lanes[i]);
 }
-CHAIRLIFT_INLINE f32x8 exp2i(f32x8 a) {
+CHAIRLIFT_INLINE f32x8 scale(f32x8 a, f32x8 n) {
     // In 1.5 * 2^23 + x the integer x stands in the lowest bits.
-    const f32x8 shifted = a + broadcast(12582912.0f + 127.0f);
-    return {as_float(as_bits(shifted.lo) << 23), as_float(as_bits(shifted.hi) << 23)};
+    const f32x8 shifted = n + broadcast(12582912.0f + 127.0f);
+    return {a.lo * as_float(as_bits(shifted.lo) << 23), a.hi * as_float(as_bits(shifted.hi) << 23)};
 }
 CHAIRLIFT_INLINE float sum(f32x8 a) {
     const f32x4_t s = a.lo + a.hi;

@@ -132,7 +132,11 @@ class EngineConfig:
         "Plan the next step while one runs. Hides the scheduler's time, for many requests on a fast model; a finished "
         "request computes one step more.",
     )
-    block_size: int = option(16, "Tokens per KV block. Smaller wastes less memory, larger costs less bookkeeping.")
+    block_size: int = option(
+        16,
+        "Tokens per KV block. Smaller wastes less memory, larger costs less bookkeeping; multiples of 16 are computed "
+        "fastest.",
+    )
     kv_cache_memory: str | None = option(
         None, "Memory for the KV cache, e.g. 512MiB or 2GiB. Default: a share of what is free, at most 4GiB on a CPU."
     )

@@ -66,6 +66,9 @@ SPECS: dict[str, DecoderSpec] = {
         attn_softcap=4.0,
         logit_softcap=30.0,
     ),
+    "wide": dataclasses.replace(  # more numbers and queries a head than go together
+        LLAMA, num_layers=1, num_heads=7, num_kv_heads=1, head_dim=80, rope=RopeSpec(theta=1e4, dims=80, style="half")
+    ),
     "odd": dataclasses.replace(  # nothing is a multiple of 8; only a part of a head is rotated
         LLAMA,
         vocab_size=37,

@@ -12,7 +12,7 @@ import pytest
 from chairlift import _native
 from chairlift.runners.groups import KVGroups
 
-NAMES = ["llama", "interleaved", "gemma", "odd"]
+NAMES = ["llama", "interleaved", "gemma", "odd", "wide"]
 
 
 def random_tokens(vocab_size: int, count: int, seed: int = 1) -> list[int]:
@@ -47,23 +47,23 @@ def test_logits_with_rounded_kv(build: Any, reference: Any, name: str, kv: str, 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_an_int8_cache_holds(build: Any, item: Any, name: str) -> None:
     """Bytes and one scale a vector: the numbers of an f32 cache, each to half a step of its vector."""
-    spec_vectors = {}
-    for kv in ("f32", "int8"):
+    vectors = {}
+    for kv, number in (("f32", np.float32), ("int8", np.int8)):
         tiny = build(name, kv=kv, num_blocks=1)
         tiny.step([item(random_tokens(tiny.spec.vocab_size, 16), 0, [0])])
-        dim = tiny.spec.head_dim
+        dim, heads = tiny.spec.head_dim, 2 * tiny.spec.num_kv_heads
         first = [group[0] for group in tiny.groups.layers].index(0)  # later layers' inputs differ by rounding
-        layer = tiny.model.cache()[first][: 2 * tiny.spec.num_kv_heads * 16 * (4 * dim if kv == "f32" else dim + 4)]
-        if kv == "f32":
-            spec_vectors[kv] = layer.view(np.float32).reshape(-1, dim)
-        else:
-            rows = layer.reshape(-1, dim + 4)
-            scales = rows[:, dim:].copy().view(np.float32)
-            assert np.abs(rows[:, :dim].view(np.int8)).max(axis=1).min() == 127
-            spec_vectors[kv] = rows[:, :dim].view(np.int8) * scales
-    exact, stored = spec_vectors["f32"], spec_vectors["int8"]
-    step = np.abs(exact).max(axis=1, keepdims=True) / 127
-    assert np.all(np.abs(stored - exact) <= 0.501 * step)
+        size = 16 * dim * np.dtype(number).itemsize
+        stored = size + (16 * 4 if kv == "int8" else 0)
+        layer = tiny.model.cache()[first][: heads * stored].reshape(heads, stored)
+        numbers = layer[:, :size].copy().view(number)
+        keys = numbers[: heads // 2].reshape(-1, dim, 16).transpose(0, 2, 1)
+        vectors[kv] = np.concatenate([keys, numbers[heads // 2 :].reshape(-1, 16, dim)])  # [head, position, number]
+        if kv == "int8":
+            assert np.abs(vectors[kv]).max(axis=2).min() == 127
+            vectors[kv] = vectors[kv] * layer[:, size:].copy().view(np.float32)[:, :, None]
+    step = np.abs(vectors["f32"]).max(axis=2, keepdims=True) / 127
+    assert np.all(np.abs(vectors["int8"] - vectors["f32"]) <= 0.501 * step)
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())

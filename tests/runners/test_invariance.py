@@ -11,8 +11,10 @@ from chairlift import _native
 from chairlift.runners.groups import KVGroups
 
 SAMPLED = {"temperature": 0.9, "seed": 77, "num_logprobs": 3, "top_p": 0.95}
-LENGTH = 75
-VARIANTS = [("llama", False), ("llama", True), ("gemma", False), ("gemma", True), ("odd", False)]
+LENGTH = 139  # three tiles of attention
+BLOCKS = -(-LENGTH // 16)
+TABLE = [9, 3, 30, 1, 22, 40, 8, 17, 5]  # of blocks of 16, in no order
+VARIANTS = [("llama", False), ("llama", True), ("gemma", False), ("gemma", True), ("odd", False), ("wide", False)]
 
 
 def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
@@ -64,7 +66,7 @@ def alone(build: Any, item: Any) -> Any:
         if key not in known:
             tiny = build(name, quantized=quantized, kv=kv, threads=1)
             tokens = random_tokens(tiny.spec.vocab_size, LENGTH, seed=5)
-            known[key] = tokens, compute(tiny, item, tokens, list(range(5)), [1])
+            known[key] = tokens, compute(tiny, item, tokens, list(range(BLOCKS)), [1])
         return known[key]
 
     return get
@@ -80,20 +82,20 @@ def test_chunks_and_threads(
     """C1, C2: one chunk or many, one thread or more, beside others or not."""
     tokens, expected = alone(name, quantized, kv)
     tiny = build(name, quantized=quantized, kv=kv, threads=threads)
-    assert compute(tiny, item, tokens, [9, 3, 30, 1, 22], chunks) == expected
-    assert compute(tiny, item, tokens, [9, 3, 30, 1, 22], chunks, others=7) == expected
+    assert compute(tiny, item, tokens, TABLE, chunks) == expected
+    assert compute(tiny, item, tokens, TABLE, chunks, others=7) == expected
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "gemma", "odd"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "odd", "wide"])
 def test_instruction_sets(build: Any, item: Any, name: str, kv: str, isa: str) -> None:
     """C1 for each one's kernels: in chunks, which widen stored numbers first, and in decodes, which do not."""
     one, many = (build(name, kv=kv, isa=isa, threads=threads) for threads in (1, 2))
     tokens = random_tokens(one.spec.vocab_size, LENGTH, seed=6)
-    expected = compute(one, item, tokens, list(range(5)), [1])
+    expected = compute(one, item, tokens, list(range(BLOCKS)), [1])
     for chunks in ([LENGTH], [7, 1]):
-        assert compute(many, item, tokens, [4, 2, 0, 1, 3], chunks, others=2) == expected
+        assert compute(many, item, tokens, TABLE, chunks, others=2) == expected
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
@@ -104,7 +106,7 @@ def test_groups_of_layers(build: Any, item: Any, kv: str, chunks: list[int]) -> 
     together = build("gemma", kv=kv, groups=KVGroups((0,), (tuple(range(spec.num_layers)),)))
     apart = build("gemma", kv=kv, block_size=4)
     tokens = random_tokens(spec.vocab_size, LENGTH, seed=5)
-    expected = compute(together, item, tokens, list(range(5)), chunks)
+    expected = compute(together, item, tokens, list(range(BLOCKS)), chunks)
     assert apart.groups.windows == (0, 5, 7, 40)
     assert forgetful(apart, item, tokens, chunks) == expected
 
@@ -149,12 +151,12 @@ def test_many_rows_beside_one(build: Any, item: Any, alone: Any) -> None:
     """A decode beside a prompt of 200 tokens and 30 other decodes."""
     tokens, expected = alone("gemma", True, "f16")
     tiny = build("gemma", quantized=True, kv="f16", num_blocks=120)
-    compute(tiny, item, tokens[:-1], list(range(5)), [74])
+    compute(tiny, item, tokens[:-1], list(range(BLOCKS)), [LENGTH - 1])
     prompt = random_tokens(tiny.spec.vocab_size, 200, 8)
     others = [item([i + 1], 0, [60 + i]) for i in range(30)]
     own = [{"row_in_item": 0, **SAMPLED, "position": LENGTH}]
     piece = tokens[-1:]
-    middle = [item(prompt, 0, list(range(10, 23))), item(piece, LENGTH - 1, [0, 1, 2, 3, 4], own)]
+    middle = [item(prompt, 0, list(range(10, 23))), item(piece, LENGTH - 1, list(range(BLOCKS)), own)]
     rows = run(tiny, [*others[:9], *middle, *others[9:]], piece)
     assert rows[0] == expected[-6:]
 
@@ -162,12 +164,12 @@ def test_many_rows_beside_one(build: Any, item: Any, alone: Any) -> None:
 def test_stale_cache_contents_are_not_read(build: Any, item: Any, alone: Any) -> None:
     """C4: what another request left in a block, here NaN, does not reach the one that has the block now."""
     tokens, _ = alone("llama", False, "f32")
-    untouched = build("llama", num_blocks=5)
+    untouched = build("llama", num_blocks=BLOCKS)
     weights = {name: values.copy() for name, values in untouched.weights.items()}
     weights["embed"][7] = np.nan
-    tiny = build("llama", num_blocks=5, weights=weights)
-    out = tiny.step([item([7] * 80, 0, [0, 1, 2, 3, 4])])
+    tiny = build("llama", num_blocks=BLOCKS, weights=weights)
+    out = tiny.step([item([7] * (16 * BLOCKS), 0, list(range(BLOCKS)))])
     assert out["token"].tolist() == [-1]
-    clean = [token for token in tokens if token != 7]
-    got = compute(tiny, item, clean, [4, 3, 2, 1, 0], [10])
-    assert got == compute(untouched, item, clean, [4, 3, 2, 1, 0], [10])
+    clean, table = [token for token in tokens if token != 7], list(reversed(range(BLOCKS)))
+    got = compute(tiny, item, clean, table, [10])
+    assert got == compute(untouched, item, clean, table, [10])

@@ -1,0 +1,57 @@
+// Where the keys and values of a position lie in the KV cache.
+//
+// The layers are divided into groups, and a block holds some positions for the layers of one group, so that a group whose
+// layers have a window gives blocks back as it passes. All groups draw from one pool, and copying a block is one run of
+// bytes: [block][layer of the group][key, value][kv head], and of each head
+//
+//     keys    [head_dim][block_size]  numbers   a vector of these is one number of several keys, as scores need it
+//     values  [block_size][head_dim]  numbers   a vector of these is several numbers of one value, as sums need it
+//     scales  [block_size]            f32       behind either, int8 only: what the bytes are multiples of
+//
+// Each int8 vector has a scale of its own because one for all of a block's positions would depend on tokens that come
+// later, and so a row's bits on which of them were there when it was computed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "spec.h"
+
+namespace chairlift {
+
+enum class KvType { f32, f16, int8 };
+
+// One head's keys, or values, within a block. Offsets are in bytes.
+struct KvHead {
+    int head_dim = 0;
+    int block_size = 0;  // positions
+    KvType kv = KvType::f32;
+
+    std::size_t number_bytes() const { return kv == KvType::f32 ? 4 : kv == KvType::f16 ? 2 : 1; }
+    std::size_t key_at(int number, int slot) const {
+        return (std::size_t(number) * block_size + slot) * number_bytes();
+    }
+    std::size_t value_at(int slot) const { return std::size_t(slot) * head_dim * number_bytes(); }
+    std::size_t scale_at(int slot) const {
+        return std::size_t(block_size) * head_dim * number_bytes() + std::size_t(slot) * sizeof(float);
+    }
+    std::size_t bytes() const { return scale_at(kv == KvType::int8 ? block_size : 0); }
+};
+
+struct CacheShape {
+    int num_blocks = 0;
+    KvHead head;
+    std::vector<int> windows;      // of each group: the widest of its layers', 0 if one of them sees everything
+    std::vector<int> group_of;     // of each layer
+    std::vector<int> slot_of;      // which of the group's layers it is
+    std::size_t layer_bytes = 0;   // keys, then values
+    std::size_t block_bytes = 0;
+
+    CacheShape() = default;
+    // `groups` names each layer once. Throws std::invalid_argument.
+    CacheShape(const DecoderSpec& spec, const std::vector<std::vector<int>>& groups, int num_blocks, int block_size,
+               KvType kv);
+};
+
+}  // namespace chairlift
