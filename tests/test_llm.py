@@ -146,6 +146,12 @@ def test_a_pinned_prefix(smollm2_path: Path, tmp_path: Path) -> None:
         LLM(smollm2_path, pin_prefix=str(tmp_path / "missing"))
 
 
+def test_a_tokenizer_is_not_made_twice(llm: LLM, smollm2_path: Path) -> None:
+    with LLM(smollm2_path, tokenizer=llm.get_tokenizer(), kv_cache_memory="32MiB", max_model_len=256) as other:
+        assert other.get_tokenizer() is llm.get_tokenizer()
+        assert other.generate("The sky is", GREEDY)[0].outputs[0].text
+
+
 def test_chat_ends_at_the_models_own_end(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "Say hello."}]
     single = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=200))[0].outputs[0]

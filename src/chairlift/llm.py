@@ -109,17 +109,20 @@ class LLM:
 
     Args:
         model: as in `EngineConfig.model`.
+        tokenizer: the model's, if it has been loaded already.
         settings: any other field of `EngineConfig`.
     Raises:
         ConfigError, ModelError: the settings or the model cannot work; the message says why.
     """
 
-    def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
+    def __init__(
+        self, model: str | Path = DEFAULT_MODEL, *, tokenizer: Tokenizer | None = None, **settings: Any
+    ) -> None:
         known = {field.name for field in fields(EngineConfig)}
         for name in settings.keys() - known:
             raise ConfigError(f"LLM() has no setting {name!r}; the settings are {', '.join(sorted(known))}")
         self.config = EngineConfig(model=str(model), **settings)
-        self._tokenizer = models.load_tokenizer(self.config.model)
+        self._tokenizer = tokenizer or models.load_tokenizer(self.config.model)
         beginning = None if self.config.pin_prefix is None else read_prefix(self.config.pin_prefix)
         self._clock = WallClock()
         self._mailbox = _Mailbox(self._clock)

@@ -36,11 +36,12 @@ def chat(
 
     params = sampling.params()
     fetch(model)
-    if not load_tokenizer(model).has_chat_template:  # known before the weights are read
+    tokenizer = load_tokenizer(model)
+    if not tokenizer.has_chat_template:  # known before the weights are read
         raise ConfigError(
             f"{model} has no chat template, so it is not made to chat; continue a text with chairlift generate"
         )
-    llm = load(engine_config)
+    llm = load(engine_config, tokenizer)
     instruction = [{"role": "system", "content": system}] if system else []
     turns: Messages = []
     while question := _ask():

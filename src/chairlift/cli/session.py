@@ -8,6 +8,7 @@ from chairlift.config import EngineConfig
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
+    from chairlift.models.tokenizer import Tokenizer
 
 
 def fetch(model: str) -> None:
@@ -19,11 +20,11 @@ def fetch(model: str) -> None:
         models.resolve(model, progress=progress)
 
 
-def load(config: EngineConfig) -> LLM:
-    """The model in this process."""
+def load(config: EngineConfig, tokenizer: Tokenizer | None = None) -> LLM:
+    """The model in this process; with its tokenizer, if the command has that already."""
     import dataclasses
 
     from chairlift.llm import LLM
 
     fetch(config.model)
-    return LLM(**dataclasses.asdict(config))
+    return LLM(tokenizer=tokenizer, **dataclasses.asdict(config))
