@@ -2,6 +2,11 @@
 
 #include <stdexcept>
 
+#if defined(CHAIRLIFT_HAVE_NEON) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace chairlift {
 
 std::vector<Isa> available_isas() {
@@ -18,6 +23,13 @@ std::vector<Isa> available_isas() {
     // Every processor with AVX2 also converts f16 (F16C is older, and not a name all compilers know here).
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(Isa::avx2);
 #endif
+#ifdef CHAIRLIFT_HAVE_NEON
+#ifdef __linux__
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back(Isa::neon);
+#else
+    found.push_back(Isa::neon);  // Apple's processors all have it
+#endif
+#endif
     found.push_back(Isa::portable);
     return found;
 }
@@ -26,6 +38,7 @@ const char* isa_name(Isa isa) {
     switch (isa) {
         case Isa::avx512: return "avx512";
         case Isa::avx2: return "avx2";
+        case Isa::neon: return "neon";
         default: return "portable";
     }
 }

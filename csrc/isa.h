@@ -21,12 +21,13 @@
 
 namespace chairlift {
 
-enum class Isa { portable, avx2, avx512 };
+enum class Isa { portable, neon, avx2, avx512 };
 
 // The sets that this build contains and this processor runs, best first. Never empty.
 std::vector<Isa> available_isas();
 
-// "portable", "avx2", "avx512". The last is AVX-512 F, BW, DQ, VL and VNNI: servers since 2019, Zen 4 and later.
+// "portable"; "neon" with dot products of bytes: ARM's servers since 2019; "avx2" with FMA; "avx512" F, BW, DQ, VL and
+// VNNI: servers since 2019, Zen 4 and later.
 const char* isa_name(Isa isa);
 
 // "auto" is the best available; throws std::invalid_argument for a name that is unknown or not available here.
@@ -45,6 +46,12 @@ Isa parse_isa(const std::string& name);
     if (isa == Isa::avx512) return avx512::table;
 #else
 #define CHAIRLIFT_SELECT_AVX512(table)
+#endif
+#ifdef CHAIRLIFT_HAVE_NEON
+#define CHAIRLIFT_SELECT_NEON(table) \
+    if (isa == Isa::neon) return neon::table;
+#else
+#define CHAIRLIFT_SELECT_NEON(table)
 #endif
 
 // Declares the table that each instruction set exports, and the function that picks one of them.
@@ -65,8 +72,12 @@ Isa parse_isa(const std::string& name);
     namespace chairlift::avx512 {            \
     extern const Table table;                \
     }                                        \
+    namespace chairlift::neon {              \
+    extern const Table table;                \
+    }                                        \
     namespace chairlift {                    \
     inline const Table& table([[maybe_unused]] Isa isa) { \
+        CHAIRLIFT_SELECT_NEON(table)         \
         CHAIRLIFT_SELECT_AVX512(table)       \
         CHAIRLIFT_SELECT_AVX2(table)         \
         return portable::table;              \

@@ -21,9 +21,18 @@ struct Rows {  // of the activations, at the first row of a tile
     std::size_t group_stride;
 };
 
+// Whether the weights of a type come out of multiply_group with their zero taken away.
+constexpr bool multiplied_without_zero(Type type) {
+#ifdef CHAIRLIFT_SIGNED_BYTES
+    return packed_layout(type).zero == 128;
+#else
+    return packed_layout(type).zero == 0;
+#endif
+}
+
 #ifdef CHAIRLIFT_BYTE_PRODUCTS
 
-constexpr int kTileRows = 8;
+constexpr int kTileRows = kRegisters16 >= 32 ? 8 : 4;
 
 // Integer products of quads [first, first + count) of a group, R rows by 16 columns.
 template <Type type, int R>
@@ -35,7 +44,10 @@ CHAIRLIFT_INLINE void multiply_group(const std::uint8_t* values, const std::int8
     CHAIRLIFT_UNROLL
     for (int quad = first; quad < first + count; quad++) {
         const i8x64 bytes = load_quads(values + quad / quads_per_load * 64);
-        const i8x64 weights = quads_per_load == 1 ? bytes : quad % 2 ? high_nibbles(bytes) : low_nibbles(bytes);
+        i8x64 weights = quads_per_load == 1 ? bytes : quad % 2 ? high_nibbles(bytes) : low_nibbles(bytes);
+#ifdef CHAIRLIFT_SIGNED_BYTES
+        if constexpr (multiplied_without_zero(type)) weights = less_128(weights);
+#endif
         CHAIRLIFT_UNROLL
         for (int r = 0; r < R; r++) sums[r] = dot(sums[r], weights, q + r * q_stride + quad * 4);
     }
@@ -163,7 +175,7 @@ void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float
             for (int r = 0; r < R; r++) {
                 const float* of_row = x_group + r * rows.group_stride;  // scale, scaled sum, sum, sum of the first half
                 f32x16 product = to_float(sums[r]);
-                if constexpr (layout.zero != 0) {  // still exact: integers below 2^24
+                if constexpr (layout.zero != 0 && !multiplied_without_zero(type)) {  // still exact: integers below 2^24
                     const float sum = parts == 1 ? of_row[2] : part == 0 ? of_row[3] : of_row[2] - of_row[3];
                     product = fma(broadcast16(sum), broadcast16(-static_cast<float>(layout.zero)), product);
                 }

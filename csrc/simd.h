@@ -3,7 +3,7 @@
 // Only for NAME.isa.cpp sources (isa.h). Each operation is a fixed sequence of roundings, so a result depends on the
 // operands alone. The portable vectors use the compilers' generic vector types: SSE2 or NEON code without naming them.
 //
-// `fma` is one rounding on AVX2 and two (product, then sum) on portable, where a fused one may be a library call.
+// `fma` is one rounding on AVX2 and NEON and two (product, then sum) on portable, where a fused one may be a library call.
 #pragma once
 
 #ifndef CHAIRLIFT_ISA
@@ -21,6 +21,8 @@
 #include "simd_pair.h"
 #elif defined(CHAIRLIFT_ISA_AVX512)
 #include "simd_avx512.h"
+#elif defined(CHAIRLIFT_ISA_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #include "simd_pair.h"
@@ -41,7 +43,8 @@ namespace chairlift::CHAIRLIFT_ISA {
 //   zero16() broadcast16(x) load16(p) load16_f16(p) load16_bf16(p) load16_i8(p) store(p, v) to_float(i)
 //   + - * / fma min max below round_even scale sum maximum, as above
 // Products of bytes: where CHAIRLIFT_BYTE_PRODUCTS is defined, i8x64 with zero_sums() load_quads(p) low_nibbles(v)
-// high_nibbles(v) dot(sums, weights, x); else i8x32 and i16x16, whose sums matmul.isa.cpp keeps from overflowing.
+// high_nibbles(v) dot(sums, weights, x), and if its weights are signed (CHAIRLIFT_SIGNED_BYTES) less_128(v); else i8x32
+// and i16x16, whose sums matmul.isa.cpp keeps from overflowing.
 
 // The first n < 8 floats; the rest is `fill`.
 CHAIRLIFT_INLINE f32x8 load_first(const float* p, int n, float fill = 0.0f) {

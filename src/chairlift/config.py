@@ -155,7 +155,7 @@ class EngineConfig:
         "auto", "auto keeps the weights as the file has them. f32 dequantises them: slow, large, for checking."
     )
     threads: int | None = option(None, "Threads that compute. Default: the processors this process may use.")
-    isa: str = option("auto", "Instruction set of the kernels: auto, avx512, avx2 or portable.")
+    isa: str = option("auto", "Instruction set of the kernels: auto, avx512, avx2, neon or portable.")
     seed: int | None = option(None, "Seed of requests that name none. Default: random.")
     debug: bool = option(False, "Check every invariant of the KV manager after each step. Slow.")
 
