@@ -80,7 +80,7 @@ std::vector<std::uint8_t> random_tensor(Type type, int rows, int cols) {
 
 void measure_type(const char* name, const MatmulKernels& kernels, ThreadPool& pool, int rows, int cols, double seconds) {
     const Type type = parse_type(name);
-    const PackedMatrix packed = pack(type, rows, cols, random_tensor(type, rows, cols), "auto", pool);
+    const PackedMatrix packed = pack(type, rows, cols, random_tensor(type, rows, cols), type, pool);
     std::printf("%s bytes %zu\n%s weights %d\n", name, packed.bytes(), name, rows * cols);
 
     // One row reads weights that no cache holds, as a model larger than the caches does: many copies in turn.

@@ -2,14 +2,17 @@
 // and what they hold by check_step; errors become ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 #include "decoder.h"
+#include "quantize.h"
 #include "spec_from_python.h"
 
 namespace nb = nanobind;
@@ -126,17 +129,19 @@ KvType parse_kv_type(const std::string& name) {
 
 using Groups = std::vector<std::vector<int>>;  // the layers that share a block
 
+Type packed_type(const std::optional<std::string>& wanted, Type stored) { return wanted ? parse_type(*wanted) : stored; }
+
 class Model {
 public:
-    Model(const nb::dict& spec, int threads, const std::string& isa, const std::string& weights)
-        : decoder_(spec_from_python(spec), threads, parse_isa(isa), weights) {}
+    Model(const nb::dict& spec, int threads, const std::string& isa)
+        : decoder_(spec_from_python(spec), threads, parse_isa(isa)) {}
 
     void set_tensor(const std::string& name, const std::string& type, const std::vector<std::int64_t>& shape,
-                    const Array<std::uint8_t>& data) {
-        const Type parsed = parse_type(type);
+                    const Array<std::uint8_t>& data, const std::optional<std::string>& packed) {
+        const Type parsed = parse_type(type), wanted = packed_type(packed, parsed);
         nb::gil_scoped_release unlocked;
         const Busy busy(*this);
-        decoder_.set_tensor(name, parsed, shape, span(data));
+        decoder_.set_tensor(name, parsed, shape, span(data), wanted);
     }
 
     void finalize() { decoder_.finalize(); }
@@ -296,16 +301,28 @@ nb::ndarray<nb::numpy, float> dequantize(const std::string& type, std::int64_t r
     return out;
 }
 
+nb::ndarray<nb::numpy, std::uint8_t> quantize(const Matrix<float>& values, const std::string& type) {
+    const Type parsed = parse_type(type);
+    if (!can_quantize_to(parsed)) throw std::invalid_argument("nothing is quantised to " + type);
+    const std::size_t rows = values.shape(0), row_bytes = stored_bytes(parsed, 1, values.shape(1));
+    auto out = new_array<std::uint8_t>(0, rows * row_bytes);
+    const int cols = static_cast<int>(values.shape(1));
+    for (std::size_t row = 0; row < rows; ++row)
+        if (!quantize_row(parsed, values.data() + row * cols, cols, out.data() + row * row_bytes))
+            throw std::invalid_argument("row " + std::to_string(row) + " cannot be quantised to " + type);
+    return out;
+}
+
 nb::ndarray<nb::numpy, float> multiply(const Matrix<float>& x, const std::string& type, std::int64_t rows,
-                                       std::int64_t cols, const Array<std::uint8_t>& data, const std::string& weights,
-                                       const std::string& isa, int threads) {
+                                       std::int64_t cols, const Array<std::uint8_t>& data, const std::string& isa,
+                                       int threads, const std::optional<std::string>& packed_as) {
     const int m = static_cast<int>(x.shape(0));
     if (static_cast<std::int64_t>(x.shape(1)) != cols)
         throw std::invalid_argument("x must have " + std::to_string(cols) + " columns, got " + std::to_string(x.shape(1)));
     const MatmulKernels& kernels = matmul_kernels(parse_isa(isa));
     const Type parsed = parse_type(type);
     ThreadPool pool(threads);
-    const PackedMatrix packed = pack(parsed, rows, cols, span(data), weights, pool);
+    const PackedMatrix packed = pack(parsed, rows, cols, span(data), packed_type(packed_as, parsed), pool);
     auto out = new_array<float>(0.0f, m, rows);
     if (m == 0) return out;
     const bool quantized = is_quantized(packed.view.type);
@@ -330,11 +347,15 @@ NB_MODULE(_native, m) {
     m.def("join", &chairlift::join, "tuples"_a);
     m.def("dequantize", &chairlift::dequantize, "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert());
     m.def("matmul", &chairlift::multiply, "x"_a.noconvert(), "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert(),
-          "weights"_a, "isa"_a, "threads"_a);
+          "isa"_a, "threads"_a, "packed"_a = nb::none());
+    m.def("quantize", &chairlift::quantize, "values"_a.noconvert(), "type"_a);
+    m.def("packed_bytes", [](const std::string& type, std::int64_t rows, std::int64_t cols) {
+        return chairlift::packed_bytes(chairlift::parse_type(type), rows, cols);
+    }, "type"_a, "rows"_a, "cols"_a);
     nb::class_<Model>(m, "Model")
-        .def(nb::init<const nb::dict&, int, const std::string&, const std::string&>(), "spec"_a, "threads"_a,
-             "isa"_a = "auto", "weights"_a = "auto")
-        .def("set_tensor", &Model::set_tensor, "name"_a, "type"_a, "shape"_a, "data"_a.noconvert())
+        .def(nb::init<const nb::dict&, int, const std::string&>(), "spec"_a, "threads"_a, "isa"_a = "auto")
+        .def("set_tensor", &Model::set_tensor, "name"_a, "type"_a, "shape"_a, "data"_a.noconvert(),
+             "packed"_a = nb::none())
         .def("finalize", &Model::finalize)
         .def_prop_ro("weight_bytes", &Model::weight_bytes)
         .def("kv_block_bytes", &Model::kv_block_bytes, "block_size"_a, "kv_dtype"_a, "groups"_a)

@@ -102,14 +102,14 @@ struct Decoder::Layout {
     }
 };
 
-Decoder::Decoder(DecoderSpec spec, int threads, Isa isa, const std::string& weights)
+Decoder::Decoder(DecoderSpec spec, int threads, Isa isa)
     : spec_((spec.check(), std::move(spec))),
       isa_(isa),
       matmul_(matmul_kernels(isa)),
       rows_(row_kernels(isa)),
       attention_(attention_kernels(isa)),
       pool_(threads),
-      weights_(spec_, weights) {
+      weights_(spec_) {
     attention_shape_.head.head_dim = spec_.head_dim;
     attention_shape_.padded_dim = round_up(spec_.head_dim, 16);
     attention_shape_.group = spec_.group();
@@ -123,9 +123,9 @@ Decoder::Decoder(DecoderSpec spec, int threads, Isa isa, const std::string& weig
 }
 
 void Decoder::set_tensor(const std::string& name, Type type, std::span<const std::int64_t> shape,
-                         std::span<const std::uint8_t> stored) {
+                         std::span<const std::uint8_t> stored, Type packed) {
     if (finalized_) throw std::logic_error("set_tensor() after finalize()");
-    weights_.set(name, type, shape, stored, pool_);
+    weights_.set(name, type, shape, stored, packed, pool_);
 }
 
 void Decoder::finalize() {

@@ -39,12 +39,12 @@ struct Profile {
 
 class Decoder {
 public:
-    // Throws std::invalid_argument for a spec or a format that cannot be.
-    Decoder(DecoderSpec spec, int threads, Isa isa, const std::string& weights);
+    // Throws std::invalid_argument for a spec that cannot be.
+    Decoder(DecoderSpec spec, int threads, Isa isa);
 
     const DecoderSpec& spec() const { return spec_; }
     void set_tensor(const std::string& name, Type type, std::span<const std::int64_t> shape,
-                    std::span<const std::uint8_t> stored);
+                    std::span<const std::uint8_t> stored, Type packed);
     void finalize();
     std::size_t weight_bytes() const { return weights_.bytes(); }
     std::size_t workspace_bytes(int max_rows, int max_samples) const;

@@ -1,11 +1,14 @@
 #include "formats.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <vector>
 
 #include "half.h"
+#include "quantize.h"
 
 namespace chairlift {
 namespace {
@@ -204,29 +207,82 @@ void read_packed(const PackedLayout& layout, const std::uint8_t* block, int colu
     group.minimum = layout.has_minimum ? read_from_row(layout, block + layout.minimum_offset(), column) : 0.0f;
 }
 
-void pack_quantized_panel(const MatrixView& view, int panel, const std::uint8_t* stored, std::size_t row_bytes,
+// Packs a panel of `rows` stored rows of view.type, which begin at `stored`.
+void pack_quantized_panel(const MatrixView& view, int rows, const std::uint8_t* stored, std::size_t row_bytes,
                           std::uint8_t* out) {
     const PackedLayout layout = packed_layout(view.type);
     Group groups[kPanel];
     std::memset(groups, 0, sizeof groups);
     for (int index = 0; index < view.cols / kGroup; index++, out += layout.block_bytes()) {
-        for (int column = 0; column < kPanel && panel * kPanel + column < view.rows; column++)
-            read_stored(view.type, stored + (static_cast<std::size_t>(panel) * kPanel + column) * row_bytes, index,
-                        groups[column]);
+        for (int column = 0; column < rows; column++)
+            read_stored(view.type, stored + column * row_bytes, index, groups[column]);
         write_block(layout, groups, out);
     }
 }
 
-// Packs float weights, `Bits` being an integer of their size; `row_at(row)` gives the bytes of a row.
-template <class Bits, class RowAt>
-void pack_float_panel(const MatrixView& view, int panel, RowAt&& row_at, std::uint8_t* out) {
+// The same for float weights, `Bits` being an integer of their size.
+template <class Bits>
+void pack_float_panel(const MatrixView& view, int rows, const std::uint8_t* stored, std::size_t row_bytes,
+                      std::uint8_t* out) {
     std::memset(out, 0, view.panel_bytes);
-    for (int column = 0; column < kPanel && panel * kPanel + column < view.rows; column++) {
-        const std::uint8_t* row = row_at(panel * kPanel + column);
+    for (int column = 0; column < rows; column++) {
+        const std::uint8_t* row = stored + column * row_bytes;
         for (std::size_t k = 0; k < static_cast<std::size_t>(view.cols); k++)
             std::memcpy(out + (k * kPanel + column) * sizeof(Bits), row + k * sizeof(Bits), sizeof(Bits));
     }
 }
+
+void pack_panel(const MatrixView& view, int rows, const std::uint8_t* stored, std::size_t row_bytes, std::uint8_t* out) {
+    if (is_quantized(view.type)) {
+        pack_quantized_panel(view, rows, stored, row_bytes, out);
+    } else if (view.type == Type::f32) {
+        pack_float_panel<std::uint32_t>(view, rows, stored, row_bytes, out);
+    } else {
+        pack_float_panel<std::uint16_t>(view, rows, stored, row_bytes, out);
+    }
+}
+
+MatrixView packed_view(Type type, std::int64_t rows, std::int64_t cols) {
+    stored_bytes(type, rows, cols);  // checks the sizes
+    MatrixView view;
+    view.type = type;
+    view.rows = static_cast<int>(rows);
+    view.cols = static_cast<int>(cols);
+    view.panels = static_cast<int>((rows + kPanel - 1) / kPanel);
+    view.panel_bytes = is_quantized(type) ? static_cast<std::size_t>(cols / kGroup) * packed_layout(type).block_bytes()
+                                          : static_cast<std::size_t>(cols) * kPanel * info(type).block_bytes;
+    return view;
+}
+
+// One thread's memory for a panel of rows, converted from the type they are stored in to the one they are packed as.
+class Converter {
+public:
+    Converter(Type from, Type to, int cols)
+        : from_(from), to_(to), cols_(cols), row_bytes_(stored_bytes(to, 1, cols)), rows_(kPanel * row_bytes_), floats_(cols) {}
+
+    // Null if `to` cannot hold a weight.
+    const std::uint8_t* convert(int rows, const std::uint8_t* stored, std::size_t stored_row_bytes) {
+        for (int row = 0; row < rows; row++) {
+            std::uint8_t* out = rows_.data() + row * row_bytes_;
+            dequantize_row(from_, stored + row * stored_row_bytes, cols_, floats_.data());
+            if (to_ == Type::f32) {
+                std::memcpy(out, floats_.data(), row_bytes_);
+            } else if (!quantize_row(to_, floats_.data(), cols_, out)) {
+                return nullptr;
+            }
+        }
+        return rows_.data();
+    }
+
+    std::size_t row_bytes() const { return row_bytes_; }
+
+private:
+    Type from_, to_;
+    int cols_;
+    std::size_t row_bytes_;
+    std::vector<std::uint8_t> rows_;
+    std::vector<float> floats_;
+};
 
 }  // namespace
 
@@ -274,49 +330,49 @@ AlignedBuffer::AlignedBuffer(std::size_t bytes)
 
 void AlignedBuffer::Free::operator()(std::uint8_t* pointer) const { ::operator delete(pointer, std::align_val_t{64}); }
 
-PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> stored,
-                  const std::string& weights, ThreadPool& pool) {
+std::size_t packed_bytes(Type type, std::int64_t rows, std::int64_t cols) {
+    const MatrixView view = packed_view(type, rows, cols);
+    return view.panels * view.panel_bytes;
+}
+
+PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> stored, Type packed,
+                  ThreadPool& pool) {
     check_stored_size(type, rows, cols, stored.size());
-    if (weights != "auto" && weights != "f32")
-        throw std::invalid_argument("weights must be 'auto' or 'f32', not '" + weights + "'");
-    const std::size_t row_bytes = stored.size() / static_cast<std::size_t>(rows);
-    const bool widen = weights == "f32" && type != Type::f32;
+    if (packed != type && packed != Type::f32 && (is_quantized(type) || !can_quantize_to(packed)))
+        throw std::invalid_argument(std::string(type_name(type)) + " weights cannot be packed as " + type_name(packed));
 
     PackedMatrix matrix;
-    MatrixView& view = matrix.view;
-    view.type = widen ? Type::f32 : type;
-    view.rows = static_cast<int>(rows);
-    view.cols = static_cast<int>(cols);
-    view.panels = static_cast<int>((rows + kPanel - 1) / kPanel);
-    view.panel_bytes = is_quantized(view.type)
-                           ? static_cast<std::size_t>(cols / kGroup) * packed_layout(view.type).block_bytes()
-                           : static_cast<std::size_t>(cols) * kPanel * info(view.type).block_bytes;
-    matrix.storage = AlignedBuffer(view.panels * view.panel_bytes);
-    view.data = matrix.storage.data();
+    matrix.view = packed_view(packed, rows, cols);
+    matrix.storage = AlignedBuffer(matrix.view.panels * matrix.view.panel_bytes);
+    matrix.view.data = matrix.storage.data();
 
-    std::vector<float> widened(widen ? static_cast<std::size_t>(cols) * pool.size() : 0);  // a row for each thread
+    std::vector<Converter> converters;  // one a thread
+    if (packed != type) converters.assign(pool.size(), Converter(type, packed, matrix.view.cols));
+    const std::size_t row_bytes = stored.size() / static_cast<std::size_t>(rows);
+    std::atomic<bool> holds = true;
+    const auto pack_one = [&](int panel, Converter* converter) {
+        const int first = panel * kPanel, count = std::min(kPanel, matrix.view.rows - first);
+        const std::uint8_t* source = stored.data() + first * row_bytes;
+        std::size_t source_row_bytes = row_bytes;
+        if (converter) {
+            source = converter->convert(count, source, row_bytes);
+            source_row_bytes = converter->row_bytes();
+        }
+        if (source)
+            pack_panel(matrix.view, count, source, source_row_bytes,
+                       matrix.storage.data() + panel * matrix.view.panel_bytes);
+        else
+            holds = false;
+    };
     pool.run([&](int thread) {
-        float* floats = widened.data() + (widen ? static_cast<std::size_t>(cols) * thread : 0);
-        const auto as_stored = [&](int row) { return stored.data() + row * row_bytes; };
-        const auto as_f32 = [&](int row) {
-            dequantize_row(type, as_stored(row), view.cols, floats);
-            return reinterpret_cast<const std::uint8_t*>(floats);
-        };
-        pool.for_each_piece(view.panels, 4, [&](std::int64_t begin, std::int64_t end) {
-            for (int panel = static_cast<int>(begin); panel < end; panel++) {
-                std::uint8_t* out = matrix.storage.data() + panel * view.panel_bytes;
-                if (is_quantized(view.type)) {
-                    pack_quantized_panel(view, panel, stored.data(), row_bytes, out);
-                } else if (widen) {
-                    pack_float_panel<std::uint32_t>(view, panel, as_f32, out);
-                } else if (view.type == Type::f32) {
-                    pack_float_panel<std::uint32_t>(view, panel, as_stored, out);
-                } else {
-                    pack_float_panel<std::uint16_t>(view, panel, as_stored, out);
-                }
-            }
+        Converter* converter = converters.empty() ? nullptr : &converters[thread];
+        pool.for_each_piece(matrix.view.panels, 4, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t panel = begin; panel < end; panel++) pack_one(static_cast<int>(panel), converter);
         });
     });
+    if (!holds)
+        throw std::invalid_argument("weights that are not finite, or too large for f16 scales, cannot be packed as " +
+                                    std::string(type_name(packed)) + "; leave out --quantization");
     return matrix;
 }
 

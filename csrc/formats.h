@@ -1,7 +1,7 @@
 // Weight formats: how tensors are stored in files, and how matrices are packed for the kernels.
 //
-// A packed matrix keeps its type: packing permutes values and never requantises, so that each weight is exactly the
-// number the file says. Only the order differs from the file's:
+// A packed matrix keeps its type, unless another is asked for: packing permutes values and never requantises, so that
+// each weight is exactly the number the file says. Only the order differs from the file's:
 //
 //   panel     16 consecutive output rows of the matrix (the last one padded with zeros), stored one after the other
 //   float     a panel is [cols][16] values of f32, f16 or bf16
@@ -115,10 +115,14 @@ struct PackedMatrix {
     std::size_t bytes() const { return storage.size(); }
 };
 
-// Packs a stored [rows, cols] matrix. `weights` is "auto" (keep the type) or "f32" (dequantise). Runs on the pool: call
-// it outside run(). Throws std::invalid_argument for sizes that do not fit `stored` and for an unknown `weights`.
-PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> stored,
-                  const std::string& weights, ThreadPool& pool);
+// Bytes of a packed matrix. Throws as stored_bytes().
+std::size_t packed_bytes(Type type, std::int64_t rows, std::int64_t cols);
+
+// Packs a stored [rows, cols] matrix as `packed`: its own type, f32 (dequantised), or, if it is of floats, q8_0 or q4_1
+// (quantised as quantize_row() does). Runs on the pool: call it outside run(). Throws std::invalid_argument for sizes
+// that do not fit `stored`, for another `packed`, and for weights that it cannot hold.
+PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> stored, Type packed,
+                  ThreadPool& pool);
 
 // Row `row` (an output of the matrix, e.g. a token's embedding) to cols floats: the same numbers as dequantize_row.
 void dequantize_packed_row(const MatrixView& matrix, int row, float* out);

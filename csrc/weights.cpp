@@ -49,10 +49,7 @@ void DecoderSpec::check() const {
     check_rope(rope_local, head_dim);
 }
 
-Weights::Weights(const DecoderSpec& spec, const std::string& format)
-    : spec_(spec), format_(format), layers_(spec.num_layers) {
-    require(format == "auto" || format == "f32", "weights must be auto or f32, got " + format);
-}
+Weights::Weights(const DecoderSpec& spec) : spec_(spec), layers_(spec.num_layers) {}
 
 std::vector<Weights::NamedSlot> Weights::model_slots() {
     const int vocab = spec_.vocab_size, hidden = spec_.hidden_size;
@@ -109,7 +106,7 @@ Weights::Slot Weights::find(const std::string& name) {
 }
 
 void Weights::set(const std::string& name, Type type, std::span<const std::int64_t> shape,
-                  std::span<const std::uint8_t> stored, ThreadPool& pool) {
+                  std::span<const std::uint8_t> stored, Type packed, ThreadPool& pool) {
     const Slot slot = find(name);
     require(slot.vector || slot.matrix, "this model has no tensor " + name);
     require(!slot.filled(), "tensor " + name + " was given twice");
@@ -124,12 +121,16 @@ void Weights::set(const std::string& name, Type type, std::span<const std::int64
         stored = ordered;
     }
     if (slot.vector) {
-        require(type == Type::f32, "tensor " + name + " must be f32, got " + type_name(type));
+        require(type == Type::f32 && packed == type, "tensor " + name + " must be f32, got " + type_name(type));
         slot.vector->resize(slot.rows);
         std::memcpy(slot.vector->data(), stored.data(), stored.size());
         bytes_ += stored.size();
     } else {
-        *slot.matrix = pack(type, slot.rows, slot.cols, stored, format_, pool);
+        try {
+            *slot.matrix = pack(type, slot.rows, slot.cols, stored, packed, pool);
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument("tensor " + name + ": " + error.what());
+        }
         bytes_ += slot.matrix->bytes();
     }
 }

@@ -26,13 +26,12 @@ struct LayerWeights {
 
 class Weights {
 public:
-    // `format` is "auto" (as stored) or "f32". Throws std::invalid_argument for another.
-    Weights(const DecoderSpec& spec, const std::string& format);
+    explicit Weights(const DecoderSpec& spec);
 
-    // Packs one tensor. Throws std::invalid_argument for a name that the spec does not have, a second tensor of a name,
-    // a wrong shape or a wrong number of bytes.
+    // Packs one tensor as the type `packed`. Throws std::invalid_argument for a name that the spec does not have, a
+    // second tensor of a name, a wrong shape, a wrong number of bytes, or a type that it cannot be packed as.
     void set(const std::string& name, Type type, std::span<const std::int64_t> shape,
-             std::span<const std::uint8_t> stored, ThreadPool& pool);
+             std::span<const std::uint8_t> stored, Type packed, ThreadPool& pool);
 
     // Throws std::invalid_argument naming a tensor that was not set.
     void check_complete();
@@ -67,7 +66,6 @@ private:
     std::vector<std::uint8_t> in_rope_order(const Slot& slot, std::span<const std::uint8_t> stored) const;
 
     const DecoderSpec& spec_;
-    std::string format_;
     std::vector<LayerWeights> layers_;
     PackedMatrix embed_, lm_head_;
     Vector final_norm_;

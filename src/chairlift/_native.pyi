@@ -24,20 +24,37 @@ def matmul(
     rows: int,
     cols: int,
     data: NDArray[np.uint8],
-    weights: str,
     isa: str,
     threads: int,
+    packed: str | None = None,
 ) -> NDArray[np.float32]:
-    """x [m, cols] times the transposed weight [rows, cols], through packing and the kernels that a model uses."""
+    """x [m, cols] times the transposed weight [rows, cols], through packing and the kernels that a model uses.
+
+    ``packed`` as for `Model.set_tensor`.
+    """
+
+def quantize(values: NDArray[np.float32], type: str) -> NDArray[np.uint8]:
+    """The stored form of [rows, cols] values as "q8_0" or "q4_1", as packing makes it.
+
+    ValueError for another type, and for values that are not finite or too large for f16 scales.
+    """
+
+def packed_bytes(type: str, rows: int, cols: int) -> int:
+    """What a matrix of this type takes in memory."""
 
 class Model:
     """A decoder with its weights, KV cache and workspace. Not re-entrant: one step at a time."""
 
-    def __init__(self, spec: dict[str, Any], threads: int, isa: str = "auto", weights: str = "auto") -> None:
-        """``spec`` is dataclasses.asdict(DecoderSpec). ``weights`` "auto" keeps formats; "f32" dequantises all."""
+    def __init__(self, spec: dict[str, Any], threads: int, isa: str = "auto") -> None:
+        """``spec`` is dataclasses.asdict(DecoderSpec)."""
 
-    def set_tensor(self, name: str, type: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
-        """Packs one tensor (canonical name of DecoderSpec.tensor_shapes); the data is not needed afterwards."""
+    def set_tensor(
+        self, name: str, type: str, shape: tuple[int, ...], data: NDArray[np.uint8], packed: str | None = None
+    ) -> None:
+        """Packs one tensor (canonical name of DecoderSpec.tensor_shapes); the data is not needed afterwards.
+
+        packed: the type in memory: by default ``type``; "f32", or "q8_0" or "q4_1" for a matrix of floats.
+        """
 
     def finalize(self) -> None:
         """Checks that every tensor is there. Once, before reserve."""

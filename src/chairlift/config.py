@@ -154,6 +154,12 @@ class EngineConfig:
     weights: Literal["auto", "f32"] = option(
         "auto", "auto keeps the weights as the file has them. f32 dequantises them: slow, large, for checking."
     )
+    quantization: Literal["int8", "int4"] | None = option(
+        None,
+        "Quantise matrices of floats (f32, f16, bf16) as they are loaded, in groups of 32: int8 takes half of f16's "
+        "memory and loses next to nothing, int4 down to a third (embeddings, the output and v get int8) and loses "
+        "more; chairlift doctor --quality measures it. Loading takes longer. Not for models that are quantised.",
+    )
     threads: int | None = option(None, "Threads that compute. Default: the processors this process may use.")
     isa: str = option("auto", "Instruction set of the kernels: auto, avx512, avx2, neon or portable.")
     seed: int | None = option(None, "Seed of requests that name none. Default: random.")

@@ -170,13 +170,22 @@ def _check_policy(name: str) -> None:
 
 def _conflicts(config: EngineConfig) -> Iterator[str]:
     """What is wrong with the settings together: each line names both sides and what to do."""
-    for conflicts in (_memory_conflicts, _static_conflicts, _order_conflicts, _preemption_conflicts, _cache_conflicts):
-        yield from conflicts(config)
+    yield from _memory_conflicts(config)
+    yield from _weight_conflicts(config)
+    yield from _static_conflicts(config)
+    yield from _order_conflicts(config)
+    yield from _preemption_conflicts(config)
+    yield from _cache_conflicts(config)
 
 
 def _memory_conflicts(config: EngineConfig) -> Iterator[str]:
     if config.gpu_memory_utilization is not None and config.kv_cache_memory is not None:
         yield "--gpu-memory-utilization and --kv-cache-memory both set the size of the KV cache; give one of them"
+
+
+def _weight_conflicts(config: EngineConfig) -> Iterator[str]:
+    if config.weights == "f32" and config.quantization is not None:
+        yield f"--weights f32 and --quantization {config.quantization} exclude each other; give one of them"
 
 
 def _static_conflicts(config: EngineConfig) -> Iterator[str]:

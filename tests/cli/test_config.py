@@ -39,6 +39,7 @@ CONFLICTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"kv_cache_memory": "1GiB", "gpu_memory_utilization": 0.5},
         ("--kv-cache-memory", "--gpu-memory-utilization"),
     ),
+    ({"weights": "f32", "quantization": "int4"}, ("--weights f32", "--quantization int4", "give one")),
     *(
         ({"scheduler_policy": policy, "slo_itl": 50.0}, ("--slo-itl", f"--scheduler-policy {policy}", "chunked"))
         for policy in ("static", "continuous")
@@ -83,6 +84,7 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], names: tu
         {"scheduler_policy": "static", "max_batch_delay_ms": 5, "swap_space": 1},
         {"scheduler_policy": "continuous", "admission": "peak"},
         SWAP | NO_CACHE,
+        {"weights": "auto", "quantization": "int8"},
         {"swap_space": 0, "max_batch_delay_ms": 0.0},
     ],
     ids=str,
@@ -108,6 +110,7 @@ def test_settings_that_agree(settings: dict[str, Any]) -> None:
         ("fair_tenants", (1, None, "yes")),
         ("async_scheduling", (0, None)),
         ("kv_cache_dtype", ("fp8", None)),
+        ("quantization", ("awq", "int3", 8)),
         ("pin_prefix", (1, Path("f"))),
         ("disk_swap", ("f", "f,", ",1", "f,x", "f,0", "f,-1", "f,nan", "f,inf", "f,1e9", "", "f\0,1", 5)),
         ("tenant_weights", ("", "a", "a=", "=1", "a=0", "a=-1", "a=nan", "a=inf", "a=1,", "a=1,a=2", 5)),

@@ -65,6 +65,7 @@ def test_a_foreign_option_ends_in_one_line_and_exit_code_1() -> None:
         (("--kv-cache-memory", "lots"), ("kv-cache-memory", "'lots'")),
         (("--max-num-seqs", "0"), ("max-num-seqs", "0")),
         (("--block-size", "100000"), ("block-size", "1024")),
+        (("--quantization", "int4", "--weights", "f32"), ("--quantization int4", "--weights f32")),
     ],
 )
 def test_settings_that_cannot_work_name_themselves(arguments: tuple[str, ...], names: tuple[str, ...]) -> None:

@@ -86,9 +86,9 @@ def activations(rows: int, cols: int, seed: int = 1) -> np.ndarray:
 
 
 def matmul(
-    x: np.ndarray, type_: str, rows: int, data: np.ndarray, isa: str, weights: str = "auto", threads: int = 1
+    x: np.ndarray, type_: str, rows: int, data: np.ndarray, isa: str, packed: str | None = None, threads: int = 1
 ) -> np.ndarray:
-    return _native.matmul(x, type_, rows, x.shape[1], data, weights, isa, threads)
+    return _native.matmul(x, type_, rows, x.shape[1], data, isa, threads, packed)
 
 
 def assert_bits_equal(a: np.ndarray, b: np.ndarray) -> None:
@@ -152,11 +152,11 @@ def test_matmul_error_is_that_of_int8_activations(type_: str, isa: str) -> None:
 
 @each_isa
 @each_type
-def test_weights_f32_multiplies_in_f32(type_: str, isa: str) -> None:
+def test_packed_as_f32_multiplies_in_f32(type_: str, isa: str) -> None:
     rows, cols = 21, 256
     data, x = stored(type_, rows, cols), activations(6, cols)
     weights = oracle_weights(type_, rows, cols, data).astype(np.float64)
-    error = np.abs(matmul(x, type_, rows, data, isa, weights="f32") - x.astype(np.float64) @ weights.T)
+    error = np.abs(matmul(x, type_, rows, data, isa, packed="f32") - x.astype(np.float64) @ weights.T)
     assert (error <= 1e-5 * np.abs(x) @ np.abs(weights).T).all()
 
 
@@ -262,13 +262,13 @@ def test_unknown_names_are_refused() -> None:
         _native.dequantize("iq3_s", 3, 32, data)
     with pytest.raises(ValueError, match="instruction set 'mmx'"):
         matmul(x, "q4_1", 3, data, "mmx")
-    with pytest.raises(ValueError, match="weights must be"):
-        matmul(x, "q4_1", 3, data, "auto", weights="int3")
+    with pytest.raises(ValueError, match="unknown tensor type 'int3'"):
+        matmul(x, "q4_1", 3, data, "auto", packed="int3")
     for threads in (0, -1, 5000):
         with pytest.raises(ValueError, match="threads must be"):
             matmul(x, "q4_1", 3, data, "auto", threads=threads)
     with pytest.raises(ValueError):
-        _native.matmul(np.ones((1, 64), np.float32), "q4_1", 3, 32, data, "auto", "auto", 1)
+        _native.matmul(np.ones((1, 64), np.float32), "q4_1", 3, 32, data, "auto", 1)
 
 
 def test_threads_that_the_system_does_not_give() -> None:
@@ -279,7 +279,7 @@ from chairlift import _native
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 x = np.ones((1, 32), np.float32)
 try:
-    _native.matmul(x, "f32", 1, 32, x.view(np.uint8).reshape(-1), "auto", "auto", 1000)
+    _native.matmul(x, "f32", 1, 32, x.view(np.uint8).reshape(-1), "auto", 1000)
 except RuntimeError as error:
     print(error)
 """

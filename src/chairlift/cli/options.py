@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -25,8 +25,7 @@ FOREIGN = {
     "--scheduler-cls": "use --scheduler-policy with the import path of your class",
     "--cpu-offload-gb": "weights stay in memory; leave this out",
     "--enforce-eager": "there is no graph to capture, so nothing to switch off; leave this out",
-    "--quantization": "weights keep the format of the file; leave this out",
-    "--dtype": "weights keep the format of the file; see --weights",
+    "--dtype": "weights keep the format of the file; see --weights and --quantization",
     "--tokenizer": "the tokenizer is the model's own; leave this out",
     "--trust-remote-code": "code that comes with a model is never run; leave this out",
     "--no-enable-log-requests": "requests are not logged; leave this out",
@@ -43,8 +42,8 @@ def refuse_foreign(arguments: list[str]) -> None:
             raise ConfigError(f"{name} has no effect here: {FOREIGN[name]}")
 
 
-def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a command: each parameter that is a dataclass becomes options, one a field.
+def config_options(command: Callable[..., Any], *, only: Collection[str] = ()) -> Callable[..., Any]:
+    """Decorates a command: each parameter that is a dataclass becomes options, one a field, or for ``only`` these.
 
     A field that the command has as a parameter of its own gets no second option, and takes that parameter's value.
     """
@@ -52,12 +51,16 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     configs: dict[str, Any] = {p.name: p.annotation for p in parameters if dataclasses.is_dataclass(p.annotation)}
     own = [p for p in parameters if p.name not in configs]
     names = {p.name for p in own}
-    derived = [_option(field, config) for config in configs.values() for field in dataclasses.fields(config)]
+    fields = {
+        name: [field for field in dataclasses.fields(config) if not only or field.name in only]
+        for name, config in configs.items()
+    }
+    derived = [_option(field, configs[name]) for name, chosen in fields.items() for field in chosen]
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         built = {
-            name: config(**{field.name: values[field.name] for field in dataclasses.fields(config)})
+            name: config(**{field.name: values[field.name] for field in fields[name]})
             for name, config in configs.items()
         }
         return command(**{p.name: values[p.name] for p in own}, **built)

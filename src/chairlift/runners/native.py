@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
-
-import numpy as np
 
 from chairlift import _native, log
 from chairlift.config import EngineConfig, parse_disk_swap
 from chairlift.core.plan import BlockOpKind, Capacity, StepPlan, StepResult
 from chairlift.errors import ConfigError, ModelError, StepFailed
-from chairlift.models.spec import Checkpoint
+from chairlift.models.spec import Checkpoint, TensorType
 from chairlift.runners.disk import DiskFile
 from chairlift.runners.groups import KVGroups
 from chairlift.runners.memory import MemoryPlan, available_cpus, available_memory, check_weights, plan_memory
 from chairlift.runners.packing import Tokens, pack, unpack
 from chairlift.runners.tiers import BlockStore
+from chairlift.runners.weights import packed_bytes, packed_types
 from chairlift.versions import installed
 
 _SAMPLE = 4096  # bytes at each end of a tensor that tell it from another
@@ -64,10 +64,11 @@ class NativeRunner:
         kv_dtype = "f16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         groups = KVGroups.of(checkpoint.spec)
         free = available_memory()
-        check_weights(config, free, _packed_bytes(checkpoint, config.weights))
+        types = packed_types(checkpoint, config)
+        check_weights(config, free, packed_bytes(checkpoint, types))
 
         with log.phase("weights", self._report):
-            model = _load(checkpoint, self.threads, self.isa, config.weights)
+            model = _load(checkpoint, types, self.threads, self.isa)
         with log.phase("kv cache", self._report):
             block_bytes = model.kv_block_bytes(config.block_size, kv_dtype, groups.layers)
             plan = plan_memory(
@@ -82,7 +83,7 @@ class NativeRunner:
             _reserve(model, plan, config, kv_dtype, groups)
             if config.disk_swap is not None:
                 path, size = parse_disk_swap(config.disk_swap)
-                fingerprint = _fingerprint(checkpoint, config, kv_dtype, self.isa)
+                fingerprint = _fingerprint(checkpoint, types, config, kv_dtype, self.isa)
                 self.disk = DiskFile.open(path, size, block_bytes, fingerprint)
             try:
                 self._store = BlockStore(model.cache(), plan.num_host_blocks, self.disk)
@@ -176,18 +177,11 @@ def _choose_isa(wanted: str) -> str:
     return wanted
 
 
-def _packed_bytes(checkpoint: Checkpoint, weights: str) -> int:
-    """About what the weights will take, known before they are read."""
-    if weights == "f32":
-        return sum(4 * int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
-    return sum(tensor.data.nbytes for tensor in checkpoint.tensors.values())
-
-
-def _load(checkpoint: Checkpoint, threads: int, isa: str, weights: str) -> _native.Model:
+def _load(checkpoint: Checkpoint, types: Mapping[str, TensorType], threads: int, isa: str) -> _native.Model:
     try:
-        model = _native.Model(dataclasses.asdict(checkpoint.spec), threads, isa, weights)
+        model = _native.Model(dataclasses.asdict(checkpoint.spec), threads, isa)
         for name, tensor in checkpoint.tensors.items():
-            model.set_tensor(name, tensor.type, tensor.shape, tensor.data)
+            model.set_tensor(name, tensor.type, tensor.shape, tensor.data, types[name])
         model.finalize()
     except ValueError as error:
         raise ModelError(f"{checkpoint.name}: {error}") from error
@@ -213,14 +207,16 @@ def _reserve(model: _native.Model, plan: MemoryPlan, config: EngineConfig, kv_dt
         ) from None
 
 
-def _fingerprint(checkpoint: Checkpoint, config: EngineConfig, kv_dtype: str, isa: str) -> bytes:
+def _fingerprint(
+    checkpoint: Checkpoint, types: Mapping[str, TensorType], config: EngineConfig, kv_dtype: str, isa: str
+) -> bytes:
     """Stands for everything that the contents of a KV block depend on, the kernels' code included."""
     digest = blake2b(Path(str(_native.__file__)).read_bytes(), digest_size=32)
     groups = KVGroups.of(checkpoint.spec)
-    settings = (installed(), checkpoint.spec, config.weights, kv_dtype, config.block_size, groups, isa)
+    settings = (installed(), checkpoint.spec, kv_dtype, config.block_size, groups, isa)
     digest.update(repr(settings).encode())
     for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(repr((name, tensor.type, tensor.shape)).encode())
+        digest.update(repr((name, tensor.type, types[name], tensor.shape)).encode())
         digest.update(tensor.data[:_SAMPLE].tobytes())  # all of it would take as long as loading it
         digest.update(tensor.data[-_SAMPLE:].tobytes())
     return digest.digest()
