@@ -1,18 +1,22 @@
-"""`chairlift doctor`: what it says is what a runner finds."""
+"""`chairlift doctor`: what it says is what a runner finds, and what transformers finds of the same text."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from chairlift import _native
 from chairlift.models import KNOWN
+from chairlift.quality import bundled_text
 from chairlift.runners.memory import available_cpus
 
 
@@ -64,3 +68,78 @@ def test_a_broken_extension_is_named(tmp_path: Path, arguments: tuple[str, ...])
     assert "python" in result.stdout.lower()
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: the C++ extension does not load (")
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a context of 256 tokens, whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("doctor") / "tiny"
+    shutil.copytree(tiny_checkpoint("llama")[0], folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def torch_perplexity(model: Any, folder: Path) -> tuple[float, int]:
+    """Of the text in windows of 255 tokens, and the number of tokens that count: all but the first of each."""
+    import torch
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(bundled_text()).ids
+    total, count = 0.0, 0
+    for i in range(0, len(ids), 255):
+        window = torch.tensor([ids[i : i + 255]])
+        with torch.no_grad():
+            logprobs = model(window).logits[0, :-1].double().log_softmax(-1)
+        total -= float(logprobs.gather(1, window[0, 1:, None]).sum())
+        count += window.shape[1] - 1
+    return float(torch.tensor(total / count).exp()), count
+
+
+def test_quality_is_the_perplexity_that_transformers_finds(
+    tiny: Path, tiny_checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    expected, tokens = torch_perplexity(tiny_checkpoint("llama")[1], tiny)
+    found = {}
+    for name in ("int8", "int4"):
+        result = run("--quality", "--json", "--model", str(tiny), "--quantization", name)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        quality = json.loads(result.stdout)["quality"]
+        assert (quality["model"], quality["quantization"], quality["tokens"]) == (str(tiny), name, tokens)
+        assert quality["perplexity_f32"] == pytest.approx(expected, rel=1e-5)
+        change = 100 * (quality["perplexity"] / quality["perplexity_f32"] - 1)
+        assert quality["difference_percent"] == pytest.approx(change)
+        assert quality["seconds"] > 0 and quality["seconds_f32"] > 0
+        found[name] = quality["perplexity"]
+    assert len({*found.values(), expected}) == 3, "some of the three ran with the same weights"
+    assert found["int8"] == pytest.approx(expected, rel=0.01)
+
+
+def test_quality_is_a_line_beside_the_others(tiny: Path) -> None:
+    result = run("--quality", "--model", str(tiny))
+    assert result.returncode == 0 and not result.stderr
+    *others, last = result.stdout.splitlines()
+    assert others and last.startswith("quality ")
+    for part in (f"{tiny}: perplexity ", " as it runs, ", " in f32, ", " %; ", " tokens, ", " s and "):
+        assert part in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--quantization", "int8"), "--quantization has no effect without --quality; add it"),
+        (("--model", "x"), "--model has no effect without --quality; add it"),
+        (("--quality", "--model", "no-such-model"), "smollm2-135m"),
+        (("--quality", "--quantization", "int4"), "--quantization int4 has no effect: "),
+    ],
+)
+def test_options_that_cannot_work(arguments: tuple[str, ...], message: str, smollm2_path: Path) -> None:
+    result = run(*arguments)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line

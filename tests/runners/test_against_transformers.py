@@ -26,11 +26,11 @@ from chairlift.core.request import SamplingParams, SequenceInfo
 from chairlift.models import load_checkpoint, load_tokenizer
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.spec import Checkpoint, DecoderSpec
+from chairlift.quality import bundled_text
 from chairlift.runners.native import NativeRunner
 
 TOLERANCE = 1e-3  # of a logit
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 20, 64, 16
-TEXT = Path(__file__).parents[1] / "data" / "english.txt"
 BLOCK = 16
 
 
@@ -259,7 +259,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     path = Path(request.getfixturevalue(f"{request.param}_path"))
     tokenizer = load_tokenizer(str(path))
-    text = tokenizer.encode(TEXT.read_text("utf-8"), add_special_tokens=False)
+    text = tokenizer.encode(bundled_text(), add_special_tokens=False)
     first = tokenizer.encode("")  # what the model wants in front, if anything
     size = PROMPT_TOKENS - len(first)
     stride = (len(text) - size) // (PROMPTS - 1)

@@ -13,12 +13,13 @@ import typer
 
 from chairlift.bench.cases import CASES
 from chairlift.cli.options import ModelArgument, config_options
+from chairlift.cli.progress import token_progress
 from chairlift.config import DEFAULT_MODEL, EngineConfig, option
 from chairlift.errors import ChairliftError, ConfigError
 
 if TYPE_CHECKING:
     from chairlift.bench.case import Case
-    from chairlift.bench.lab import Lab, Progress
+    from chairlift.bench.lab import Lab
     from chairlift.bench.results import Setting
 
 app = typer.Typer(no_args_is_help=True)
@@ -76,7 +77,7 @@ def compare(
     workload = make_workload(case, seed=seed, scale=scale)
     base = EngineConfig(model=model, threads=threads, isa=isa, kv_cache_memory=kv_cache_memory)
     config = engine_config(workload, base, chunk_tokens=max_num_batched_tokens)
-    with _lab(config, seed=seed, scale=scale) as (lab, setting), _bars() as show:
+    with _lab(config, seed=seed, scale=scale) as (lab, setting), token_progress() as show:
         bench = make_bench(lab, workload, config, chunk_tokens=max_num_batched_tokens)
         comparison = bench.compare(reps=reps, progress=show)
     console = Console()
@@ -141,7 +142,7 @@ def _run_case(case: Case, options: CaseOptions, model: str) -> None:
     _check_paths(json_path, report)
     base = EngineConfig(model=model, threads=options.threads, isa=options.isa, kv_cache_memory=options.kv_cache_memory)
     config = case.config(base)
-    with _lab(config, seed=options.seed, scale=1.0) as (lab, setting), _bars() as show:
+    with _lab(config, seed=options.seed, scale=1.0) as (lab, setting), token_progress() as show:
         measured = measure(case, lab, config, seed=options.seed, reps=options.reps, progress=show)
     console = Console()
     console.print(to_table(measured))
@@ -175,28 +176,3 @@ def _lab(config: EngineConfig, *, seed: int, scale: float) -> Iterator[tuple[Lab
         yield make_lab(executor, capacity, make_scheduler, vocab_size=vocab_size, seed=seed), setting
     finally:
         executor.close()
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    """A bar on stderr for each run. Redrawn rarely: what draws takes time from what is measured."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-    )
-    tasks = {}
-    with Bars(*columns, console=Console(stderr=True), refresh_per_second=2) as bars:
-
-        def show(run: str, done: int, total: int) -> None:
-            if run not in tasks:
-                tasks[run] = bars.add_task(run, total=total)
-            bars.update(tasks[run], completed=done)
-
-        yield show

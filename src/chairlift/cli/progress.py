@@ -1,4 +1,4 @@
-"""Progress bars for downloads."""
+"""Progress bars, of downloads and of tokens."""
 
 from __future__ import annotations
 
@@ -37,3 +37,32 @@ def download_progress() -> Iterator[Progress]:
     finally:
         if tasks:
             bars.stop()
+
+
+@contextmanager
+def token_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, if that is a terminal, for each run: called with its name, the tokens done, and those in all.
+
+    Redrawn rarely: what draws takes time from what is measured.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    tasks = {}
+    with Bars(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bars:
+
+        def show(run: str, done: int, total: int) -> None:
+            if run not in tasks:
+                tasks[run] = bars.add_task(run, total=total)
+            bars.update(tasks[run], completed=done)
+
+        yield show
