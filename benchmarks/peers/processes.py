@@ -1,0 +1,121 @@
+"""Engines that run: a server, or a worker in process. Only what was started here is ended, by its process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from threading import Timer
+from typing import Any, Self
+
+from peers.client import TIMEOUT, send
+from peers.figures import Answer
+from peers.workloads import Request
+
+START_TIMEOUT = 420.0  # vLLM compiles at its start
+STOP_TIMEOUT = 20.0
+LOG_TAIL = 600  # characters of a log that are worth showing
+
+
+class Running:
+    """An engine in a process group of its own; what it writes to stderr goes to ``log``."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path, **pipes: Any) -> None:
+        self._log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, env=os.environ | env, stderr=file, start_new_session=True, **({"stdout": file} | pipes)
+            )
+
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        """Sends each request when it is due, and waits for all."""
+        raise NotImplementedError
+
+    def failure(self, what: str) -> RuntimeError:
+        return RuntimeError(f"{what}; its log ends with: {self._log.read_text(errors='replace')[-LOG_TAIL:]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT)
+
+
+class Server(Running):
+    """A server with OpenAI's /v1/completions on a free port of this machine, given as {port} in the command."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path, extra: dict[str, Any]) -> None:
+        self._extra = extra
+        self._port = _free_port()
+        super().__init__([word.format(port=self._port) for word in command], env, log)
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        return send(self._port, requests, self._extra)
+
+    def _wait_until_healthy(self) -> None:
+        give_up = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < give_up:
+            if self.process.poll() is not None:
+                raise self.failure(f"the server ended with {self.process.returncode}")
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5) as reply,
+            ):
+                if reply.status == 200:
+                    return
+            time.sleep(0.2)
+        raise self.failure("the server did not come up")
+
+
+class Worker(Running):
+    """An engine that speaks as inside/worker.py says."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path) -> None:
+        super().__init__(command, env, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self._read()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([asdict(request) for request in requests]) + "\n")
+        self.process.stdin.flush()
+        return [
+            Answer(request.due, tuple(found["times"]), len(found["tokens"]), ids=tuple(found["tokens"]))
+            for request, found in zip(requests, self._read(), strict=True)
+        ]
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        timer = Timer(TIMEOUT, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if not line:
+            raise self.failure("the engine ended")
+        return json.loads(line)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
