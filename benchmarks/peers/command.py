@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
 
 def main(description: str, arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments, description)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     engines = [ENGINES[name] for name in args.engines.split(",")]
     engines += [ENGINES[name].with_arguments(more) for name, _, more in (text.partition("=") for text in args.tries)]
     workloads = [all_workloads()[name].scaled(args.scale) for name in args.workloads.split(",")]

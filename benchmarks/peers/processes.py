@@ -20,9 +20,9 @@ from peers.client import TIMEOUT, send
 from peers.figures import Answer
 from peers.workloads import Request
 
-START_TIMEOUT = 420.0  # vLLM compiles at its start
-STOP_TIMEOUT = 20.0
-LOG_TAIL = 600  # characters of a log that are worth showing
+START_TIMEOUT = 900.0  # seconds; vLLM compiles at its first start
+STOP_TIMEOUT = 20.0  # seconds
+LOG_TAIL = 200  # characters of a log's last line
 
 
 class Running:
@@ -40,7 +40,8 @@ class Running:
         raise NotImplementedError
 
     def failure(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{what}; its log ends with: {self._log.read_text(errors='replace')[-LOG_TAIL:]}")
+        lines = self._log.read_text(errors="replace").splitlines() or [""]
+        return RuntimeError(f"{what}; the last of {self._log.name}: {lines[-1][-LOG_TAIL:]}")
 
     def __enter__(self) -> Self:
         return self
@@ -54,14 +55,22 @@ class Running:
 
 
 class Server(Running):
-    """A server with OpenAI's /v1/completions on a free port of this machine, given as {port} in the command."""
+    """A server with OpenAI's /v1/completions on a free port of this machine, given as {port} in the command.
 
-    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path, extra: dict[str, Any]) -> None:
+    Args:
+        extra: fields that each request needs besides.
+        ready: the path that answers 200 once requests can be answered.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: dict[str, str], log: Path, extra: dict[str, Any], ready: str = "/health"
+    ) -> None:
         self._extra = extra
+        self._ready = ready
         self._port = _free_port()
         super().__init__([word.format(port=self._port) for word in command], env, log)
         try:
-            self._wait_until_healthy()
+            self._wait_until_ready()
         except BaseException:
             self.__exit__()
             raise
@@ -69,17 +78,14 @@ class Server(Running):
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         return send(self._port, requests, self._extra)
 
-    def _wait_until_healthy(self) -> None:
+    def _wait_until_ready(self) -> None:
+        url = f"http://127.0.0.1:{self._port}{self._ready}"
         give_up = time.monotonic() + START_TIMEOUT
         while time.monotonic() < give_up:
             if self.process.poll() is not None:
                 raise self.failure(f"the server ended with {self.process.returncode}")
-            with (
-                suppress(OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5) as reply,
-            ):
-                if reply.status == 200:
-                    return
+            with suppress(OSError), urllib.request.urlopen(url, timeout=5):  # it raises for any other status
+                return
             time.sleep(0.2)
         raise self.failure("the server did not come up")
 
