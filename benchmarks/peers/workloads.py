@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("workload.json")
 RATES = (1, 2, 4)  # requests/s of W-rate
@@ -53,8 +54,9 @@ class Workload:
 
 
 @cache
-def _read() -> dict:
-    return json.loads(FILE.read_text())
+def _read() -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(FILE.read_text())
+    return stored
 
 
 @cache
