@@ -75,7 +75,7 @@ def main(description: str, arguments: Sequence[str] | None = None) -> None:
 
 
 class Comparison:
-    """Measures engines in turn, and writes what is known after each."""
+    """Measures engines in turn, and writes what is known after each measurement."""
 
     def __init__(
         self, context: Context, engines: list[Engine], workloads: list[Workload], logs: Path, output: Path
@@ -98,7 +98,6 @@ class Comparison:
             first = round_ % max(1, len(starters))  # nobody is always measured after the same neighbour
             for name, start in starters[first:] + starters[:first]:
                 self._stay(name, start, round_)
-                self._write()
         self._measure_limits(limits)
         self._write()
 
@@ -134,6 +133,7 @@ class Comparison:
         except Unavailable as error:
             agreement = f"text not compared: {error}"
         self.results.agreement[name] = agreement
+        print(f"{name}, {agreement}", file=sys.stderr, flush=True)
 
     def _measure(self, name: str, engine: Running, workload: Workload, round_: int) -> None:
         salted = workload.salted(round_)
@@ -147,6 +147,7 @@ class Comparison:
             self._problem(name, workload.name, error)
             return
         self.results.runs.append(Run(name, workload.name, round_, figures, shares))
+        self._write()
         shown = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
         print(f"round {round_ + 1}, {name}, {workload.name}: {shown}", file=sys.stderr, flush=True)
 

@@ -114,8 +114,10 @@ class Worker(Running):
         assert self.process.stdout is not None
         timer = Timer(TIMEOUT, self.process.kill)
         timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
             raise self.failure("the engine ended")
         return json.loads(line)
