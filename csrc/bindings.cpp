@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -144,6 +145,30 @@ public:
         decoder_.set_tensor(name, parsed, shape, span(data), wanted);
     }
 
+    void lay_out(const std::vector<std::pair<std::string, std::string>>& tensors) {
+        std::vector<NamedType> types;
+        for (const auto& [name, type] : tensors) types.emplace_back(name, parse_type(type));
+        decoder_.lay_out(types);
+    }
+
+    bool read_packed(int file, std::uint64_t offset, std::uint64_t checksum) {
+        nb::gil_scoped_release unlocked;
+        const Busy busy(*this);
+        return decoder_.read_packed(file, offset, checksum);
+    }
+
+    nb::ndarray<nb::numpy, const std::uint8_t> packed() const {
+        const std::shared_ptr<AlignedBuffer>& memory = decoder_.packed().memory();
+        const std::size_t shape[] = {memory->size()};
+        return {memory->data(), 1, shape, owner_of(memory)};
+    }
+
+    std::uint64_t packed_checksum() {
+        nb::gil_scoped_release unlocked;
+        const Busy busy(*this);
+        return decoder_.packed_checksum();
+    }
+
     void finalize() { decoder_.finalize(); }
     std::size_t weight_bytes() const { return decoder_.weight_bytes(); }
     std::size_t kv_block_bytes(int block_size, const std::string& kv_dtype, const Groups& groups) const {
@@ -163,14 +188,11 @@ public:
         results_.reserve(max_samples);
     }
 
-    // The view keeps the memory alive, whatever becomes of the model.
     nb::ndarray<nb::numpy, std::uint8_t> cache() const {
         const std::shared_ptr<AlignedBuffer> memory = decoder_.cache_memory();
         if (!memory) throw std::logic_error("cache() before reserve()");
         const std::size_t bytes = decoder_.cache().block_bytes, shape[] = {memory->size() / bytes, bytes};
-        nb::capsule owner(new std::shared_ptr(memory),
-                          [](void* p) noexcept { delete static_cast<std::shared_ptr<AlignedBuffer>*>(p); });
-        return {memory->data(), 2, shape, owner};
+        return {memory->data(), 2, shape, owner_of(memory)};
     }
 
     nb::dict step(const Array<std::int32_t>& tokens, const Array<std::int32_t>& positions,
@@ -232,6 +254,12 @@ private:
     private:
         std::atomic<bool>& flag_;
     };
+
+    // For a view that keeps the memory alive, whatever becomes of the model.
+    static nb::capsule owner_of(const std::shared_ptr<AlignedBuffer>& memory) {
+        return nb::capsule(new std::shared_ptr(memory),
+                           [](void* p) noexcept { delete static_cast<std::shared_ptr<AlignedBuffer>*>(p); });
+    }
 
     nb::dict drawn() const {
         auto tokens = new_array<std::int32_t>(-1, results_.size());
@@ -350,12 +378,16 @@ NB_MODULE(_native, m) {
           "isa"_a, "threads"_a, "packed"_a = nb::none());
     m.def("quantize", &chairlift::quantize, "values"_a.noconvert(), "type"_a);
     m.def("packed_bytes", [](const std::string& type, std::int64_t rows, std::int64_t cols) {
-        return chairlift::packed_bytes(chairlift::parse_type(type), rows, cols);
+        return chairlift::packed_view(chairlift::parse_type(type), rows, cols).bytes();
     }, "type"_a, "rows"_a, "cols"_a);
     nb::class_<Model>(m, "Model")
         .def(nb::init<const nb::dict&, int, const std::string&>(), "spec"_a, "threads"_a, "isa"_a = "auto")
         .def("set_tensor", &Model::set_tensor, "name"_a, "type"_a, "shape"_a, "data"_a.noconvert(),
              "packed"_a = nb::none())
+        .def("lay_out", &Model::lay_out, "tensors"_a)
+        .def("read_packed", &Model::read_packed, "file"_a, "offset"_a, "checksum"_a)
+        .def("packed", &Model::packed)
+        .def("packed_checksum", &Model::packed_checksum)
         .def("finalize", &Model::finalize)
         .def_prop_ro("weight_bytes", &Model::weight_bytes)
         .def("kv_block_bytes", &Model::kv_block_bytes, "block_size"_a, "kv_dtype"_a, "groups"_a)

@@ -37,15 +37,6 @@ std::vector<float> inverse_frequencies(const RopeSpec& rope) {
     return result;
 }
 
-void ask_for_huge_pages(const AlignedBuffer& memory) {
-#ifdef MADV_HUGEPAGE
-    const std::uintptr_t huge = std::uintptr_t{2} << 20, begin = reinterpret_cast<std::uintptr_t>(memory.data());
-    const std::uintptr_t first = (begin + huge - 1) / huge * huge;
-    if (first + huge <= begin + memory.size())
-        madvise(reinterpret_cast<void*>(first), begin + memory.size() - first, MADV_HUGEPAGE);
-#endif
-}
-
 // The system maps memory page by page on first use, about a second a GiB. A thread of the least priority does it for the
 // cache, from its first block on, while the engine starts: it changes no content, so a step may use the cache meanwhile.
 // A page that is being mapped keeps its processor whatever the priority, so the thread rests for three times as long as
@@ -126,6 +117,16 @@ void Decoder::set_tensor(const std::string& name, Type type, std::span<const std
                          std::span<const std::uint8_t> stored, Type packed) {
     if (finalized_) throw std::logic_error("set_tensor() after finalize()");
     weights_.set(name, type, shape, stored, packed, pool_);
+}
+
+void Decoder::lay_out(std::span<const NamedType> tensors) {
+    if (finalized_) throw std::logic_error("lay_out() after finalize()");
+    weights_.lay_out(tensors);
+}
+
+bool Decoder::read_packed(int file, std::uint64_t offset, std::uint64_t checksum) {
+    if (finalized_) throw std::logic_error("read_packed() after finalize()");
+    return weights_.read(file, offset, checksum, pool_);
 }
 
 void Decoder::finalize() {

@@ -45,8 +45,12 @@ public:
     const DecoderSpec& spec() const { return spec_; }
     void set_tensor(const std::string& name, Type type, std::span<const std::int64_t> shape,
                     std::span<const std::uint8_t> stored, Type packed);
+    void lay_out(std::span<const NamedType> tensors);
+    bool read_packed(int file, std::uint64_t offset, std::uint64_t checksum);
     void finalize();
     std::size_t weight_bytes() const { return weights_.bytes(); }
+    const WeightImage& packed() const { return weights_.image(); }
+    std::uint64_t packed_checksum() { return weights_.image().checksum(pool_); }
     std::size_t workspace_bytes(int max_rows, int max_samples) const;
 
     // Allocates everything that a step needs. The pages of the cache are mapped in the background. Throws std::bad_alloc.

@@ -7,6 +7,10 @@
 #include <stdexcept>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "half.h"
 #include "quantize.h"
 
@@ -242,18 +246,6 @@ void pack_panel(const MatrixView& view, int rows, const std::uint8_t* stored, st
     }
 }
 
-MatrixView packed_view(Type type, std::int64_t rows, std::int64_t cols) {
-    stored_bytes(type, rows, cols);  // checks the sizes
-    MatrixView view;
-    view.type = type;
-    view.rows = static_cast<int>(rows);
-    view.cols = static_cast<int>(cols);
-    view.panels = static_cast<int>((rows + kPanel - 1) / kPanel);
-    view.panel_bytes = is_quantized(type) ? static_cast<std::size_t>(cols / kGroup) * packed_layout(type).block_bytes()
-                                          : static_cast<std::size_t>(cols) * kPanel * info(type).block_bytes;
-    return view;
-}
-
 // One thread's memory for a panel of rows, converted from the type they are stored in to the one they are packed as.
 class Converter {
 public:
@@ -330,21 +322,40 @@ AlignedBuffer::AlignedBuffer(std::size_t bytes)
 
 void AlignedBuffer::Free::operator()(std::uint8_t* pointer) const { ::operator delete(pointer, std::align_val_t{64}); }
 
-std::size_t packed_bytes(Type type, std::int64_t rows, std::int64_t cols) {
-    const MatrixView view = packed_view(type, rows, cols);
-    return view.panels * view.panel_bytes;
+void ask_for_huge_pages([[maybe_unused]] const AlignedBuffer& memory) {
+#ifdef MADV_HUGEPAGE
+    const std::uintptr_t huge = std::uintptr_t{2} << 20, begin = reinterpret_cast<std::uintptr_t>(memory.data());
+    const std::uintptr_t first = (begin + huge - 1) / huge * huge;
+    if (first + huge <= begin + memory.size())
+        madvise(reinterpret_cast<void*>(first), begin + memory.size() - first, MADV_HUGEPAGE);
+#endif
+}
+
+MatrixView packed_view(Type type, std::int64_t rows, std::int64_t cols) {
+    stored_bytes(type, rows, cols);  // checks the sizes
+    MatrixView view;
+    view.type = type;
+    view.rows = static_cast<int>(rows);
+    view.cols = static_cast<int>(cols);
+    view.panels = static_cast<int>((rows + kPanel - 1) / kPanel);
+    view.panel_bytes = is_quantized(type) ? static_cast<std::size_t>(cols / kGroup) * packed_layout(type).block_bytes()
+                                          : static_cast<std::size_t>(cols) * kPanel * info(type).block_bytes;
+    return view;
 }
 
 PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> stored, Type packed,
-                  ThreadPool& pool) {
+                  ThreadPool& pool, std::uint8_t* place) {
     check_stored_size(type, rows, cols, stored.size());
     if (packed != type && packed != Type::f32 && (is_quantized(type) || !can_quantize_to(packed)))
         throw std::invalid_argument(std::string(type_name(type)) + " weights cannot be packed as " + type_name(packed));
 
     PackedMatrix matrix;
     matrix.view = packed_view(packed, rows, cols);
-    matrix.storage = AlignedBuffer(matrix.view.panels * matrix.view.panel_bytes);
-    matrix.view.data = matrix.storage.data();
+    if (!place) {
+        matrix.storage = AlignedBuffer(matrix.bytes());
+        place = matrix.storage.data();
+    }
+    matrix.view.data = place;
 
     std::vector<Converter> converters;  // one a thread
     if (packed != type) converters.assign(pool.size(), Converter(type, packed, matrix.view.cols));
@@ -359,8 +370,7 @@ PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<con
             source_row_bytes = converter->row_bytes();
         }
         if (source)
-            pack_panel(matrix.view, count, source, source_row_bytes,
-                       matrix.storage.data() + panel * matrix.view.panel_bytes);
+            pack_panel(matrix.view, count, source, source_row_bytes, place + panel * matrix.view.panel_bytes);
         else
             holds = false;
     };

@@ -98,6 +98,9 @@ private:
     std::size_t size_ = 0;
 };
 
+// Lets the system back the memory with huge pages, where it can.
+void ask_for_huge_pages(const AlignedBuffer& memory);
+
 // What kernels read: plain data, does not own.
 struct MatrixView {
     Type type = Type::f32;
@@ -106,23 +109,26 @@ struct MatrixView {
     int panels = 0;
     std::size_t panel_bytes = 0;
     const std::uint8_t* data = nullptr;
+
+    std::size_t bytes() const { return panels * panel_bytes; }
 };
 
 struct PackedMatrix {
     MatrixView view;
-    AlignedBuffer storage;
+    AlignedBuffer storage;  // empty if the matrix lies in memory of others
 
-    std::size_t bytes() const { return storage.size(); }
+    std::size_t bytes() const { return view.bytes(); }
 };
 
-// Bytes of a packed matrix. Throws as stored_bytes().
-std::size_t packed_bytes(Type type, std::int64_t rows, std::int64_t cols);
+// What a matrix of this type will be once it is packed; `data` is null. Throws as stored_bytes().
+MatrixView packed_view(Type type, std::int64_t rows, std::int64_t cols);
 
 // Packs a stored [rows, cols] matrix as `packed`: its own type, f32 (dequantised), or, if it is of floats, q8_0 or q4_1
-// (quantised as quantize_row() does). Runs on the pool: call it outside run(). Throws std::invalid_argument for sizes
-// that do not fit `stored`, for another `packed`, and for weights that it cannot hold.
+// (quantised as quantize_row() does). Runs on the pool: call it outside run(). `place` takes the packed_view().bytes()
+// of it; null: the matrix gets storage of its own. Throws std::invalid_argument for sizes that do not fit `stored`, for
+// another `packed`, and for weights that it cannot hold.
 PackedMatrix pack(Type type, std::int64_t rows, std::int64_t cols, std::span<const std::uint8_t> stored, Type packed,
-                  ThreadPool& pool);
+                  ThreadPool& pool, std::uint8_t* place = nullptr);
 
 // Row `row` (an output of the matrix, e.g. a token's embedding) to cols floats: the same numbers as dequantize_row.
 void dequantize_packed_row(const MatrixView& matrix, int row, float* out);

@@ -1,5 +1,6 @@
 #include "weights.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -10,6 +11,9 @@ namespace {
 void require(bool condition, const std::string& message) {
     if (!condition) throw std::invalid_argument(message);
 }
+
+// Matrices begin at lines of the processor's caches.
+std::size_t line_end(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 void check_rope(const RopeSpec& rope, int head_dim) {
     require(rope.dims >= 2 && rope.dims % 2 == 0 && rope.dims <= head_dim,
@@ -105,6 +109,47 @@ Weights::Slot Weights::find(const std::string& name) {
     return {};
 }
 
+void Weights::lay_out(std::span<const NamedType> tensors) {
+    require(places_.empty(), "tensors are laid out once");
+    std::size_t size = 0;
+    for (const auto& [name, type] : tensors) {
+        const Slot slot = find(name);
+        require(slot.vector || slot.matrix, "this model has no tensor " + name);
+        if (slot.vector) continue;
+        require(!place_of(slot.matrix), "tensor " + name + " was laid out twice");
+        const MatrixView view = packed_view(type, slot.rows, slot.cols);
+        places_.push_back({slot.matrix, view, size});
+        size = line_end(size + view.bytes());
+    }
+    image_ = WeightImage(size);
+    clear_gaps();
+}
+
+void Weights::clear_gaps() {
+    for (const Place& place : places_) {
+        const std::size_t end = place.offset + place.view.bytes();
+        std::memset(image_.at(end), 0, line_end(end) - end);
+    }
+}
+
+const Weights::Place* Weights::place_of(const PackedMatrix* matrix) const {
+    const auto found = std::find_if(places_.begin(), places_.end(), [&](const Place& p) { return p.matrix == matrix; });
+    return found == places_.end() ? nullptr : &*found;
+}
+
+bool Weights::read(int file, std::uint64_t offset, std::uint64_t checksum, ThreadPool& pool) {
+    if (!image_.read(file, offset, checksum, pool)) {
+        clear_gaps();
+        return false;
+    }
+    for (const Place& place : places_) {
+        place.matrix->view = place.view;
+        place.matrix->view.data = image_.at(place.offset);
+        bytes_ += place.view.bytes();
+    }
+    return true;
+}
+
 void Weights::set(const std::string& name, Type type, std::span<const std::int64_t> shape,
                   std::span<const std::uint8_t> stored, Type packed, ThreadPool& pool) {
     const Slot slot = find(name);
@@ -126,8 +171,11 @@ void Weights::set(const std::string& name, Type type, std::span<const std::int64
         std::memcpy(slot.vector->data(), stored.data(), stored.size());
         bytes_ += stored.size();
     } else {
+        const Place* place = place_of(slot.matrix);
+        require(!place || place->view.type == packed, "tensor " + name + " was laid out for another type");
+        std::uint8_t* memory = place ? image_.at(place->offset) : nullptr;
         try {
-            *slot.matrix = pack(type, slot.rows, slot.cols, stored, packed, pool);
+            *slot.matrix = pack(type, slot.rows, slot.cols, stored, packed, pool, memory);
         } catch (const std::invalid_argument& error) {
             throw std::invalid_argument("tensor " + name + ": " + error.what());
         }

@@ -56,6 +56,20 @@ class Model:
         packed: the type in memory: by default ``type``; "f32", or "q8_0" or "q4_1" for a matrix of floats.
         """
 
+    def lay_out(self, tensors: Sequence[tuple[str, str]]) -> None:
+        """Puts all matrices, of which the names and the types in memory are given, into one piece of memory, which is
+        faster than one piece for each. Once, before the tensors are set; vectors, which lie elsewhere, are left out."""
+
+    def packed(self) -> NDArray[np.uint8]:
+        """That memory, read-only and not a copy: the packed matrices once they are set."""
+
+    def packed_checksum(self) -> int:
+        """64 bits that a fault or an accident changes with the packed matrices."""
+
+    def read_packed(self, file: int, offset: int, checksum: int) -> bool:
+        """Sets all matrices by what `packed` was, from a byte of an open file on. False, and none is set, if the file
+        ends before, cannot be read, or what it holds has another checksum."""
+
     def finalize(self) -> None:
         """Checks that every tensor is there. Once, before reserve."""
 
