@@ -158,7 +158,12 @@ class EngineConfig:
         None,
         "Quantise matrices of floats (f32, f16, bf16) as they are loaded, in groups of 32: int8 takes half of f16's "
         "memory and loses next to nothing, int4 down to a third (embeddings, the output and v get int8) and loses "
-        "more; chairlift doctor --quality measures it. Loading takes longer. Not for models that are quantised.",
+        "more; chairlift doctor --quality measures it. The first load takes longer. Not for models that are quantised.",
+    )
+    weight_cache: float = option(
+        16.0,
+        "GiB of disk, in the folder of the pulled models, for weights as the kernels read them, so that the next start "
+        "of a model need not pack them. What was used longest ago makes room. 0: none.",
     )
     threads: int | None = option(None, "Threads that compute. Default: the processors this process may use.")
     isa: str = option("auto", "Instruction set of the kernels: auto, avx512, avx2, neon or portable.")

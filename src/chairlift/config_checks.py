@@ -26,6 +26,7 @@ _WHOLE = {  # from the first to the second
 }
 _REAL = {  # from 0, which switches it off, to this
     "swap_space": 1e6,
+    "weight_cache": 1e6,
     "max_batch_delay_ms": 1e5,
 }
 _REAL_ABOVE_0 = {  # above 0, at most this

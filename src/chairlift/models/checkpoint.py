@@ -11,7 +11,7 @@ from chairlift.models.families import config_family, gguf_family
 from chairlift.models.fields import Fields, read_json
 from chairlift.models.gguf import GGUFFile
 from chairlift.models.hub import Progress, resolve
-from chairlift.models.spec import Checkpoint
+from chairlift.models.spec import Checkpoint, SourceFile
 
 
 def load_checkpoint(model: str, *, progress: Progress | None = None) -> Checkpoint:
@@ -33,12 +33,13 @@ def load_checkpoint(model: str, *, progress: Progress | None = None) -> Checkpoi
 
 def load_gguf(path: Path, name: str) -> Checkpoint:
     """A checkpoint of one GGUF file."""
+    sources = _sources(path)
     file = GGUFFile(path)
     family = gguf_family(file)
     spec = family.spec_from_gguf(file)
     check_spec(spec, str(path))
     tensors = collect(spec, family.gguf_names(spec), file.tensors, str(path), ignored=family.gguf_ignored)
-    return Checkpoint(name, spec, tensors)
+    return Checkpoint(name, spec, tensors, sources)
 
 
 def load_folder(folder: Path, name: str) -> Checkpoint:
@@ -50,6 +51,7 @@ def load_folder(folder: Path, name: str) -> Checkpoint:
         raise config.fail(f"quantization method {method!r:.60} is not supported; use plain weights or a GGUF file")
     spec = family.spec_from_config(config)
     check_spec(spec, config.where)
+    sources = _sources(*sorted(folder.glob("*.safetensors*")))  # with the index
     tensors = collect(
         spec,
         family.hf_names(spec),
@@ -58,7 +60,14 @@ def load_folder(folder: Path, name: str) -> Checkpoint:
         norm_offset=family.HF_NORM_OFFSET,
         ignored=family.hf_ignored,
     )
-    return Checkpoint(name, spec, tensors)
+    return Checkpoint(name, spec, tensors, sources)
+
+
+def _sources(*paths: Path) -> tuple[SourceFile, ...]:
+    try:
+        return tuple(SourceFile.of(path) for path in paths)
+    except OSError:  # whoever reads it next says what is wrong
+        return ()
 
 
 def read_config(folder: Path) -> Fields:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
+
+_COARSEST_CLOCK = 2 * 10**9  # ns: how far apart two changes of a file may be and show the same time (FAT)
 
 TensorType = Literal[
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"
@@ -118,12 +122,38 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was when ``of`` looked at it.
+
+    Fields:
+        mtime_ns, ctime_ns: of its last change. The first can be set to any time, the second only to the present.
+        settled: the last change was so long ago that another one would show in these times, however coarse they are.
+    """
+
+    path: Path
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    settled: bool = field(compare=False)
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Raises OSError."""
+        path = path.resolve()
+        status = path.stat()
+        settled = time.time_ns() - status.st_ctime_ns > _COARSEST_CLOCK
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, settled)
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model ready to be given to a runner: ``tensors`` holds exactly the names and shapes of ``spec``.
 
-    1-D tensors (norms, biases) are always f32.
+    1-D tensors (norms, biases) are always f32. ``files``: where the tensors come from, as it was before they were
+    mapped; empty if they come from nowhere.
     """
 
     name: str
     spec: DecoderSpec
     tensors: Mapping[str, Tensor] = field(repr=False)
+    files: tuple[SourceFile, ...] = ()

@@ -6,8 +6,6 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from hashlib import blake2b
-from pathlib import Path
 
 from chairlift import _native, log
 from chairlift.config import EngineConfig, parse_disk_swap
@@ -19,10 +17,8 @@ from chairlift.runners.groups import KVGroups
 from chairlift.runners.memory import MemoryPlan, available_cpus, available_memory, check_weights, plan_memory
 from chairlift.runners.packing import Tokens, pack, unpack
 from chairlift.runners.tiers import BlockStore
+from chairlift.runners.weight_cache import WeightCache, content_digest
 from chairlift.runners.weights import packed_bytes, packed_types
-from chairlift.versions import installed
-
-_SAMPLE = 4096  # bytes at each end of a tensor that tell it from another
 
 
 class NativeRunner:
@@ -36,6 +32,7 @@ class NativeRunner:
 
     Attributes:
         disk: the file of ``disk_swap`` once started, if there is one.
+        weight_cache: the file that keeps the packed weights, once started, if there is to be one.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, *, report: log.Report | None = None) -> None:
@@ -48,12 +45,13 @@ class NativeRunner:
         self._worker: ThreadPoolExecutor | None = None
         self._previous: Tokens | None = ()  # drawn in the step before; None if it failed
         self.disk: DiskFile | None = None
+        self.weight_cache: WeightCache | None = None
         self.memory: MemoryPlan | None = None
         self.threads = config.threads or available_cpus()
         self.isa = _choose_isa(config.isa)
 
     def start(self) -> Capacity:
-        """Packs the weights and reserves the KV cache and the workspace.
+        """Packs the weights, or reads them packed, and reserves the KV cache and the workspace.
 
         Raises ConfigError when settings and memory do not go together, ModelError when the weights are not as they
         should be.
@@ -68,7 +66,8 @@ class NativeRunner:
         check_weights(config, free, packed_bytes(checkpoint, types))
 
         with log.phase("weights", self._report):
-            model = _load(checkpoint, types, self.threads, self.isa)
+            self.weight_cache = WeightCache.of(checkpoint, types, config)
+            model = _load(checkpoint, types, self.threads, self.isa, self.weight_cache)
         with log.phase("kv cache", self._report):
             block_bytes = model.kv_block_bytes(config.block_size, kv_dtype, groups.layers)
             plan = plan_memory(
@@ -91,6 +90,8 @@ class NativeRunner:
                 if self.disk is not None:
                     self.disk.close()
                 raise
+        if self.weight_cache is not None and not self.weight_cache.hit:
+            self.weight_cache.write(model)
         self._checkpoint = None
         self._model, self.memory = model, plan
         if config.async_scheduling:
@@ -165,6 +166,8 @@ class NativeRunner:
             self._worker.shutdown(cancel_futures=True)
         if self._store is not None:
             self._store.close()
+        if self.weight_cache is not None:
+            self.weight_cache.close()
         self._worker = self._store = self._model = self.disk = None
 
 
@@ -177,11 +180,16 @@ def _choose_isa(wanted: str) -> str:
     return wanted
 
 
-def _load(checkpoint: Checkpoint, types: Mapping[str, TensorType], threads: int, isa: str) -> _native.Model:
+def _load(
+    checkpoint: Checkpoint, types: Mapping[str, TensorType], threads: int, isa: str, cache: WeightCache | None
+) -> _native.Model:
     try:
         model = _native.Model(dataclasses.asdict(checkpoint.spec), threads, isa)
+        model.lay_out([(name, types[name]) for name in checkpoint.tensors])
+        cached = cache is not None and cache.read(model)
         for name, tensor in checkpoint.tensors.items():
-            model.set_tensor(name, tensor.type, tensor.shape, tensor.data, types[name])
+            if not cached or len(tensor.shape) == 1:
+                model.set_tensor(name, tensor.type, tensor.shape, tensor.data, types[name])
         model.finalize()
     except ValueError as error:
         raise ModelError(f"{checkpoint.name}: {error}") from error
@@ -211,14 +219,8 @@ def _fingerprint(
     checkpoint: Checkpoint, types: Mapping[str, TensorType], config: EngineConfig, kv_dtype: str, isa: str
 ) -> bytes:
     """Stands for everything that the contents of a KV block depend on, the kernels' code included."""
-    digest = blake2b(Path(str(_native.__file__)).read_bytes(), digest_size=32)
-    groups = KVGroups.of(checkpoint.spec)
-    settings = (installed(), checkpoint.spec, kv_dtype, config.block_size, groups, isa)
-    digest.update(repr(settings).encode())
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(repr((name, tensor.type, types[name], tensor.shape)).encode())
-        digest.update(tensor.data[:_SAMPLE].tobytes())  # all of it would take as long as loading it
-        digest.update(tensor.data[-_SAMPLE:].tobytes())
+    digest = content_digest(checkpoint, types)
+    digest.update(repr((kv_dtype, config.block_size, KVGroups.of(checkpoint.spec), isa)).encode())
     return digest.digest()
 
 
