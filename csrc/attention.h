@@ -23,7 +23,7 @@ namespace chairlift {
 constexpr int kRowTile = 16;  // most rows of a unit
 constexpr int kMaxTile = 64;  // most positions of a tile
 
-inline __attribute__((always_inline)) int first_in_view(int position, int window) {
+CHAIRLIFT_ALWAYS_INLINE int first_in_view(int position, int window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
 }
 

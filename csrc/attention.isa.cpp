@@ -143,10 +143,15 @@ CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const Attention
     const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
     const KvHead& head = shape.head;
     for_pieces(shape, unit, start, 0, end, [&](int, int count, std::size_t block, int slot) {
-        const std::size_t values = head.value_at(slot), stride = head.key_at(1, 0);
-        for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(unit.values + block + values + byte);
-        for (std::size_t byte = 0; byte < head.value_at(head.block_size); byte += stride < 64 ? 64 : stride)
-            prefetch(unit.keys + block + byte + head.key_at(0, slot));
+        const std::uint8_t *values = unit.values + block + head.value_at(slot), *keys = unit.keys + block;
+        for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(values + byte);
+        if (count == head.block_size) {  // all of the block's keys, in one piece
+            for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(keys + byte);
+        } else {
+            for (int number = 0; number < head.head_dim; ++number)
+                for (std::size_t byte = 0; byte < head.key_at(0, count); byte += 64)
+                    prefetch(keys + head.key_at(number, slot) + byte);
+        }
     });
 }
 

@@ -122,7 +122,7 @@ Fit best_fit(const Floats* x, float low, float high) {
         float scale = (high - low) / steps, minimum = low;
         for (int fits = 0;; fits++) {
             const Fit fit = nearest(x, scale, minimum);
-            if (fit.error < best.error) best = fit;
+            if (fit.error < best.error || std::isnan(best.error)) best = fit;
             if (fits == kFits || !least_squares(x, fit.values, scale, minimum)) break;
         }
     }

@@ -46,7 +46,8 @@ def measure(config: EngineConfig, text: str, progress: Progress = lambda done, t
     """
     context = min(WINDOW, load_checkpoint(config.model).spec.max_positions)
     logprobs: list[float] = []
-    with LLM(**asdict(replace(config, max_model_len=context, max_num_seqs=1))) as llm:
+    used_once = replace(config, max_model_len=context, max_num_seqs=1, weight_cache=0.0)
+    with LLM(**asdict(used_once)) as llm:
         windows = _windows(llm.get_tokenizer(), text, context - 1)  # the engine adds one token
         total = sum(len(window) - 1 for window in windows)
         begin = time.perf_counter()

@@ -26,7 +26,7 @@ SHARE = Figure("W-rate-2", "itl_p99", "P99 ITL, s", lower=True, target=0.4)
 # -- workloads
 
 
-def test_the_workloads_are_those_of_the_issue() -> None:
+def test_the_workloads_are_as_documented() -> None:
     found = {
         name: (workload.slots, len(workload.requests), sum(len(r.ids) for r in workload.requests),
                sum(r.output for r in workload.requests))

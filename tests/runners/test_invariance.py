@@ -137,12 +137,13 @@ def forgetful(tiny: Any, item: Any, tokens: list[int], chunks: list[int]) -> lis
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 32])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 @pytest.mark.parametrize(("name", "quantized"), VARIANTS)
-def test_block_sizes(build: Any, item: Any, alone: Any, name: str, quantized: bool, block_size: int) -> None:
+def test_block_sizes(build: Any, item: Any, alone: Any, name: str, quantized: bool, kv: str, block_size: int) -> None:
     """Tiles lie at fixed positions whatever the blocks."""
-    tokens, expected = alone(name, quantized, "f16")
+    tokens, expected = alone(name, quantized, kv)
     blocks = -(-LENGTH // block_size)
-    tiny = build(name, quantized=quantized, kv="f16", block_size=block_size, num_blocks=2 * blocks)
+    tiny = build(name, quantized=quantized, kv=kv, block_size=block_size, num_blocks=2 * blocks)
     table = np.random.default_rng(block_size).permutation(2 * blocks)[:blocks].tolist()
     assert compute(tiny, item, tokens, table, [11, 1]) == expected
 
@@ -161,15 +162,20 @@ def test_many_rows_beside_one(build: Any, item: Any, alone: Any) -> None:
     assert rows[0] == expected[-6:]
 
 
-def test_stale_cache_contents_are_not_read(build: Any, item: Any, alone: Any) -> None:
+@pytest.mark.parametrize("chunks", [[10], [1]], ids=str)
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "wide"])
+def test_stale_cache_contents_are_not_read(
+    build: Any, item: Any, alone: Any, name: str, kv: str, chunks: list[int]
+) -> None:
     """C4: what another request left in a block, here NaN, does not reach the one that has the block now."""
-    tokens, _ = alone("llama", False, "f32")
-    untouched = build("llama", num_blocks=BLOCKS)
+    tokens, _ = alone(name, False, kv)
+    untouched = build(name, kv=kv, num_blocks=BLOCKS)
     weights = {name: values.copy() for name, values in untouched.weights.items()}
     weights["embed"][7] = np.nan
-    tiny = build("llama", num_blocks=BLOCKS, weights=weights)
+    tiny = build(name, kv=kv, num_blocks=BLOCKS, weights=weights)
     out = tiny.step([item([7] * (16 * BLOCKS), 0, list(range(BLOCKS)))])
     assert out["token"].tolist() == [-1]
     clean, table = [token for token in tokens if token != 7], list(reversed(range(BLOCKS)))
-    got = compute(tiny, item, clean, table, [10])
-    assert got == compute(untouched, item, clean, table, [10])
+    got = compute(tiny, item, clean, table, chunks)
+    assert got == compute(untouched, item, clean, table, chunks)

@@ -229,6 +229,15 @@ def test_formats_of_one_size_are_not_mixed(checkpoint: Checkpoint) -> None:
     assert found[0].path != found[1].path and found[0]._key != found[1]._key
 
 
+def test_the_order_of_tensors_is_in_the_key(checkpoint: Checkpoint) -> None:
+    """They lie in memory one after the other, as the checkpoint names them."""
+    types = {name: tensor.type for name, tensor in checkpoint.tensors.items()}
+    backwards = dataclasses.replace(checkpoint, tensors=dict(reversed(checkpoint.tensors.items())))
+    one, other = (WeightCache.of(each, types, config()) for each in (checkpoint, backwards))
+    assert one is not None and other is not None
+    assert one.path == other.path and one._key != other._key
+
+
 def test_off(start: Any, home: Path) -> None:
     assert start(weight_cache=0.0).runner.weight_cache is None
     assert not kept(home)
@@ -499,7 +508,12 @@ def test_a_disk_with_little_room_is_left_alone(
         monkeypatch.setattr(os, "statvfs", lambda path, room=room: room)
         assert not start().hit
         assert bool(kept(home)) == written
-    assert "are free on that disk" in lines[0] and len(lines) == 1
+    assert "are free on that disk" in lines[0] and "--weight-cache" in lines[0] and len(lines) == 1
+    # Nor does a file that does not come about cost another's its place.
+    before = kept(home)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=1))
+    assert not start(weights="f32", weight_cache=4 * size / 2**30).hit  # would fit in place of what is there
+    assert kept(home) == before
 
 
 # -- several processes, and their ends

@@ -41,13 +41,13 @@ def chat(
         raise ConfigError(
             f"{model} has no chat template, so it is not made to chat; continue a text with chairlift generate"
         )
-    llm = load(engine_config, tokenizer)
     instruction = [{"role": "system", "content": system}] if system else []
     turns: Messages = []
-    while question := _ask():
-        turns.append({"role": "user", "content": question})
-        prompt = _fit(llm, instruction, turns)
-        turns.append({"role": "assistant", "content": _answer(llm, prompt, params)})
+    with load(engine_config, tokenizer) as llm:
+        while question := _ask():
+            turns.append({"role": "user", "content": question})
+            prompt = _fit(llm, instruction, turns)
+            turns.append({"role": "assistant", "content": _answer(llm, prompt, params)})
 
 
 def _ask() -> str:

@@ -24,7 +24,7 @@ def generate(
 
     params = sampling.params()
     text = sys.stdin.read() if prompt == "-" else prompt
-    llm = load(engine_config)
-    for piece in llm.stream(llm.get_tokenizer().encode(text), params):
-        print(piece, end="", flush=True)
-    print()
+    with load(engine_config) as llm:
+        for piece in llm.stream(llm.get_tokenizer().encode(text), params):
+            print(piece, end="", flush=True)
+        print()

@@ -193,6 +193,10 @@ def _load(
         model.finalize()
     except ValueError as error:
         raise ModelError(f"{checkpoint.name}: {error}") from error
+    except MemoryError:
+        raise ConfigError(
+            f"the system gave no memory for the weights of {checkpoint.name}; free some, or give --quantization"
+        ) from None
     except RuntimeError as error:  # threads that the system does not give
         raise ConfigError(str(error)) from error
     return model

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import stat
@@ -61,7 +62,7 @@ def content_digest(checkpoint: Checkpoint, types: Mapping[str, TensorType]) -> b
     formats that its tensors have in memory."""
     digest = blake2b(Path(str(_native.__file__)).read_bytes(), digest_size=32)
     digest.update(repr((installed(), checkpoint.spec)).encode())
-    for name, tensor in sorted(checkpoint.tensors.items()):
+    for name, tensor in checkpoint.tensors.items():  # in the order in which they lie in memory
         digest.update(repr((name, tensor.type, types[name], tensor.shape)).encode())
         digest.update(tensor.data[:_SAMPLE].tobytes())  # all of it would take as long as loading it
         digest.update(tensor.data[-_SAMPLE:].tobytes())
@@ -136,7 +137,12 @@ class WeightCache:
     def write(self, model: _native.Model) -> None:
         """Keeps the model's matrices, which are set, in a thread in the background."""
         image = model.packed()
+        size = _PAGE + image.nbytes
         if image.nbytes < _LEAST:
+            return
+        if size > self._most:
+            wanted = math.ceil(size / 2**30)
+            _log.info("packed weights take %s; --weight-cache %d would keep them", short_bytes(size), wanted)
             return
         checksum = model.packed_checksum()
         header = _HEADER.pack(_MAGIC, _VERSION, self._key, image.nbytes, checksum)
@@ -146,7 +152,8 @@ class WeightCache:
             try:
                 self._write(head, image.data)
             except OSError as error:
-                _log.warning("packed weights cannot be kept in %s: %s", self._name, error.strerror or error)
+                why = error.strerror or error
+                _log.warning("packed weights cannot be kept in %s: %s (--weight-cache 0: never)", self._name, why)
 
         self._writer = threading.Thread(target=write, name="chairlift-weight-cache")
         self._writer.start()
@@ -159,9 +166,6 @@ class WeightCache:
 
     def _write(self, head: bytes, image: memoryview) -> None:
         size = len(head) + len(image)
-        if size > self._most:
-            _log.info("packed weights take %s, more than --weight-cache, and are not kept", short_bytes(size))
-            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(self.path.name + ".part")
         with _only_writer(self.path.parent) as alone:
@@ -184,7 +188,7 @@ class WeightCache:
                     return False
                 if file.write(piece) != len(piece):  # in part only when there is no more room
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
+                os.fdatasync(file.fileno())  # each by itself: a sync of all of it could not be stopped
         return True
 
 
@@ -247,17 +251,17 @@ def _make_room(path: Path, size: int, most: int) -> None:
 
     Raises OSError if the disk would have less room left than the file takes: a cache must not be what fills it.
     """
-    path.unlink(missing_ok=True)
     for part in path.parent.glob(f"*{_SUFFIX}.part"):
         part.unlink(missing_ok=True)
     files = {file: file.stat() for file in path.parent.glob(f"*{_SUFFIX}") if file.is_file()}
-    used = size + sum(status.st_size for status in files.values())
-    for file in sorted(files, key=lambda file: files[file].st_mtime_ns):
-        if used <= most:
-            break
-        file.unlink(missing_ok=True)
-        used -= files[file].st_size
+    sizes = {file: files[file].st_size for file in sorted(files, key=lambda file: files[file].st_mtime_ns)}
+    gone = {path: sizes.pop(path, 0)}
+    while sizes and size + sum(sizes.values()) > most:
+        oldest = next(iter(sizes))
+        gone[oldest] = sizes.pop(oldest)
     room = os.statvfs(path.parent)
-    free = room.f_bavail * room.f_frsize
+    free = room.f_bavail * room.f_frsize + sum(gone.values())
     if room.f_blocks and free < 2 * size:
         raise OSError(errno.ENOSPC, f"{short_bytes(free)} are free on that disk, and they take {short_bytes(size)}")
+    for file in gone:
+        file.unlink(missing_ok=True)
