@@ -136,7 +136,14 @@ def test_damaged_blocks_are_named(checkpoint: Checkpoint, step_item: Any, disk: 
 
 @pytest.mark.parametrize(
     "change",
-    [{"block_size": 8}, {"kv_cache_dtype": "int8"}, {"isa": "portable"}, {"weights": "f32"}, "a weight", "a spec"],
+    [
+        {"block_size": 8},
+        {"kv_cache_dtype": "int8"},
+        {"isa": "portable"},
+        {"quantization": "int8"},
+        "a weight",
+        "a spec",
+    ],
     ids=str,
 )
 def test_another_models_blocks_are_not_taken(checkpoint: Checkpoint, disk: dict[str, Any], change: Any) -> None:
