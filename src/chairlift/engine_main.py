@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from chairlift.runners.disk import DiskFile
     from chairlift.runners.native import NativeRunner
 
-STEP_SHARE = 0.95  # of the target for the time between tokens: planning and what becomes of the tokens take the rest
+STEP_SHARE = 0.92  # of the target for the time between tokens: planning and what becomes of the tokens take the rest
 IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
 
 Recorder = Callable[[StepRecord], None]
