@@ -243,8 +243,8 @@ def test_chairlift_is_measured(smollm2_path: Path, tmp_path: Path, monkeypatch: 
     names = ("chairlift", "chairlift-in-process")
     assert measured == {(name, workload) for name in names for workload in ("W-single", "W-seed", "W-rate-4")}
     for run in found["runs"]:
-        # A token that ends no character gives no piece of text.
-        assert 0.9 * run["output_tokens"] <= run["pieces"] <= run["output_tokens"] and run["seconds"] > 0
+        # Tokens that come together are one piece of text, and one that ends no character is none.
+        assert 0 < run["pieces"] <= run["output_tokens"] and run["seconds"] > 0
         assert all(math.isfinite(value) for value in run.values() if isinstance(value, float))
     assert [problem["engine"] for problem in found["problems"]] == ["openvino-fp32"]
     assert all(engine["name"] in ENGINES for engine in found["engines"])
