@@ -250,7 +250,8 @@ void pack_panel(const MatrixView& view, int rows, const std::uint8_t* stored, st
 class Converter {
 public:
     Converter(Type from, Type to, int cols)
-        : from_(from), to_(to), cols_(cols), row_bytes_(stored_bytes(to, 1, cols)), rows_(kPanel * row_bytes_), floats_(cols) {}
+        : from_(from), to_(to), cols_(cols), row_bytes_(stored_bytes(to, 1, cols)), rows_(kPanel * row_bytes_),
+          floats_(cols) {}
 
     // Null if `to` cannot hold a weight.
     const std::uint8_t* convert(int rows, const std::uint8_t* stored, std::size_t stored_row_bytes) {
