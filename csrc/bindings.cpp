@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "decoder.h"
+#include "plan_from_python.h"
 #include "quantize.h"
 #include "spec_from_python.h"
 
@@ -228,6 +229,17 @@ public:
         return out;
     }
 
+    nb::tuple run(const nb::tuple& items, const nb::tuple& previous, const nb::object& scored) {
+        const Busy busy(*this);
+        const StepInput input = reader_.read(items, previous);
+        check_step(input, decoder_.limits());
+        {
+            nb::gil_scoped_release unlocked;
+            decoder_.step(input, {&reader_.results(), nullptr});
+        }
+        return reader_.drawn(scored);
+    }
+
     nb::dict profile(bool reset) {
         const Profile& p = decoder_.profile;
         nb::dict out;
@@ -278,39 +290,11 @@ private:
     }
 
     Decoder decoder_;
+    PlanReader reader_{decoder_.spec().vocab_size};
     std::atomic<bool> busy_{false};
     std::vector<Draw> draws_;
     std::vector<DrawResult> results_;
 };
-
-// Tuples of numbers, end to end, and where each begins and ends. A step has tens of thousands of them, which would be
-// most of a step's Python if numpy went over them.
-nb::tuple join(const nb::list& tuples) {
-    const std::size_t count = tuples.size();
-    auto offsets = new_array<std::int32_t>(0, count + 1);
-    std::int64_t total = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-        if (!PyTuple_Check(tuples[i].ptr())) throw nb::type_error("join() takes a list of tuples");
-        total += PyTuple_GET_SIZE(tuples[i].ptr());
-        if (total > INT32_MAX) throw std::invalid_argument("join(): too many numbers");
-        offsets.data()[i + 1] = static_cast<std::int32_t>(total);
-    }
-    auto values = new_array<std::int32_t>(0, total);
-    std::int32_t* next = values.data();
-    for (std::size_t i = 0; i < count; ++i) {
-        PyObject* tuple = tuples[i].ptr();
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tuple); ++k) {
-            PyObject* number = PyTuple_GET_ITEM(tuple, k);
-            if (!PyLong_Check(number)) throw nb::type_error("join() takes tuples of int");
-            int overflow = 0;
-            const long value = PyLong_AsLongAndOverflow(number, &overflow);
-            if (overflow != 0 || value < INT32_MIN || value > INT32_MAX)
-                throw std::invalid_argument("join(): a number does not fit 32 bits");
-            *next++ = static_cast<std::int32_t>(value);
-        }
-    }
-    return nb::make_tuple(values, offsets);
-}
 
 std::vector<std::string> isa_names() {
     std::vector<std::string> names;
@@ -372,7 +356,6 @@ nb::ndarray<nb::numpy, float> multiply(const Matrix<float>& x, const std::string
 NB_MODULE(_native, m) {
     using chairlift::Model;
     m.def("available_isas", &chairlift::isa_names);
-    m.def("join", &chairlift::join, "tuples"_a);
     m.def("dequantize", &chairlift::dequantize, "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert());
     m.def("matmul", &chairlift::multiply, "x"_a.noconvert(), "type"_a, "rows"_a, "cols"_a, "data"_a.noconvert(),
           "isa"_a, "threads"_a, "packed"_a = nb::none());
@@ -397,5 +380,6 @@ NB_MODULE(_native, m) {
         .def("cache", &Model::cache)
         .def("step", &Model::step, "tokens"_a.noconvert(), "positions"_a.noconvert(), "item_rows"_a.noconvert(),
              "block_tables"_a.noconvert(), "table_offsets"_a.noconvert(), "sampling"_a, "return_logits"_a = false)
+        .def("run", &Model::run, "items"_a, "previous"_a, "scored"_a)
         .def("profile", &Model::profile, "reset"_a = false);
 }

@@ -17,12 +17,14 @@ from chairlift.config import EngineConfig
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
 from chairlift.core.order import make_order
+from chairlift.core.pace import MIN_STEPS, Pace, Work
 from chairlift.core.plan import Capacity, Output, StepStats
 from chairlift.core.policy import make_policy
 from chairlift.core.ports import Add, Message, Report
 from chairlift.core.request import FinishReason, Request, SamplingParams
 from chairlift.core.scheduler import Scheduler, Settings
 from chairlift.core.shares import Shares
+from chairlift.core.speculation import Speculation
 from chairlift.models import load_checkpoint
 from chairlift.models.spec import Checkpoint
 from chairlift.runners.native import NativeRunner
@@ -47,6 +49,7 @@ class Setting:
     fair: bool = False
     mode: str = "recompute"
     depth: int = 1
+    drafts: int = 0  # most of a sequence in a step, tried whenever there are any
     at_once: int = 1000  # requests that come at a time
 
 
@@ -78,6 +81,17 @@ class Mailbox:
 
     def answers(self) -> Answers:
         return {key: (tuple(self.tokens[key]), tuple(self.logprobs[key])) for key in self.tokens}
+
+
+class Bold(Speculation):
+    """Takes every draft for one that pays."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        pace = Pace()
+        for _ in range(MIN_STEPS):
+            pace.learn(Work(1, 1), 1.0)
+        super().__init__(scheduler.settings, scheduler.kv, pace)
+        pace.seconds = lambda work: 1.0  # type: ignore[method-assign]
 
 
 RUNNERS = {
@@ -125,10 +139,13 @@ class Bench:
                 max_num_batched_tokens=setting.budget,
                 enable_prefix_caching=setting.cache,
                 preemption_mode=setting.mode,
+                num_speculative_tokens=setting.drafts,
                 check=True,
             ),
             shares=Shares() if setting.fair else None,
         )
+        if setting.drafts:
+            scheduler.speculation = scheduler.planner._speculation = Bold(scheduler)
         mailbox = Mailbox(requests, setting.at_once)
         engine = Engine(scheduler, runner, mailbox, mailbox, WallClock(), depth=setting.depth)
         while engine.step():
@@ -146,7 +163,8 @@ class Bench:
 
 
 def requests_of(vocab_size: int) -> list[Request]:
-    """64 requests: greedy and sampled, with every kind of parameter, n of 1 and 3, short, long, shared beginnings."""
+    """64 requests: greedy and sampled, with every kind of parameter, n of 1 and 3, short, long, shared beginnings, some
+    of which say the same over and over."""
     rng = random.Random(2024)
     shared = [rng.randrange(vocab_size) for _ in range(90)]
     requests = []
@@ -154,6 +172,8 @@ def requests_of(vocab_size: int) -> list[Request]:
         prompt = [rng.randrange(vocab_size) for _ in range(rng.choice((1, 3, 15, 16, 17, 40, 70)))]
         if i % 4 == 0:
             prompt = shared[: rng.choice((32, 64, 90))] + prompt
+        if i % 4 == 1:
+            prompt = 4 * prompt[:15]
         params = SamplingParams(
             n=3 if i % 8 == 3 else 1,
             max_tokens=rng.randint(1, 14),
@@ -163,8 +183,8 @@ def requests_of(vocab_size: int) -> list[Request]:
             min_p=rng.choice((0.0, 0.02)),
             seed=i,
             logprobs=rng.choice((0, 5)),
-            repetition_penalty=rng.choice((1.0, 1.2)),
-            frequency_penalty=rng.choice((0.0, 0.5)),
+            repetition_penalty=1.0 if i % 4 == 1 else rng.choice((1.0, 1.2)),
+            frequency_penalty=0.0 if i % 4 == 1 else rng.choice((0.0, 0.5)),
             ignore_eos=True,
         )
         request = Request(
@@ -209,6 +229,12 @@ SETTINGS = {
     "int8": Setting(runner="int8", budget=64),
     "int8, preempted": Setting(runner="int8", num_blocks=24),
     "int8, swapped": Setting(runner="int8", num_blocks=24, budget=64, mode="swap"),
+    "drafts": Setting(drafts=5),
+    "drafts, one thread, no prefix cache": Setting(runner="one thread", drafts=2, cache=False),
+    "drafts, preempted": Setting(num_blocks=24, budget=64, drafts=5),
+    "drafts, swapped": Setting(num_blocks=24, mode="swap", drafts=7),
+    "drafts, continuous, reserve": Setting(policy="continuous", admission="reserve", num_blocks=60, drafts=3),
+    "drafts, int8": Setting(runner="int8", budget=64, drafts=5),
     "priorities, preempted": Setting(order="priority", seqs=8, at_once=2),
     "fair, preempted": Setting(fair=True, seqs=8, at_once=8),
     "all together, preempted": Setting(
@@ -229,6 +255,8 @@ def test_same_bits_as_alone(bench: Bench, name: str) -> None:
         assert stats.total_preemptions > 0, "this setting is meant to preempt"
     if "swapped" in name:
         assert stats.total_swaps > 0, "this setting is meant to swap"
+    if setting.drafts:
+        assert 10 <= stats.total_accepted_drafts < stats.total_drafts, "drafts are to be right, and wrong"
     if setting.cache and setting.policy != "static":
         assert stats.total_cached_tokens > 0, "the shared beginnings were never found in the cache"
 

@@ -21,6 +21,11 @@ def test_times_are_in_seconds_and_a_step_is_not_all_of_the_time_between_tokens()
     assert make_scheduler(EngineConfig(), CAPACITY).settings.slo_itl is None
 
 
+def test_drafts_are_those_of_the_configuration() -> None:
+    assert make_scheduler(EngineConfig(num_speculative_tokens=6), CAPACITY).settings.num_speculative_tokens == 6
+    assert make_scheduler(EngineConfig(), CAPACITY).settings.num_speculative_tokens == 0
+
+
 def test_policy_gate_and_order_are_those_of_the_configuration() -> None:
     config = EngineConfig(
         scheduler_policy="continuous",

@@ -1,19 +1,15 @@
 """The C++ core: kernels, the decoder's forward pass over a paged KV cache, and the sampler."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chairlift.core.plan import StepItem, TokenLogprob
+
 def available_isas() -> list[str]:
-    """Instruction sets this processor can run, best first, e.g. ["avx512", "avx2", "portable"]."""
-
-def join(tuples: list[tuple[int, ...]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The numbers of all tuples, end to end, and the len(tuples) + 1 offsets of their beginnings.
-
-    TypeError for anything but tuples of int, ValueError for a number that does not fit 32 bits.
-    """
+    """Instruction sets this processor can run, best first, e.g. ["amx", "avx512", "avx2", "portable"]."""
 
 def dequantize(type: str, rows: int, cols: int, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """[rows, cols] float32 values of a stored tensor (any TensorType)."""
@@ -108,7 +104,8 @@ class Model:
         sampling: dict[str, NDArray[Any]],
         return_logits: bool = False,
     ) -> dict[str, NDArray[Any]]:
-        """One model step, GIL released: forward pass and sampling.
+        """One model step, GIL released: forward pass and sampling, with everything as flat arrays. For tests and tools;
+        a runner uses `run`.
 
         tokens, positions [T]: all rows, item after item. item_rows [I+1]: row range of each item.
         block_tables: all items' tables, item i's at table_offsets[i]..[i+1]. With G groups, position p of group g lives
@@ -123,6 +120,19 @@ class Model:
         Returns token i32[S] (-1: logits not finite), logprob f32[S], rank i32[S], top_ids i32[S, K], top_logprobs
         f32[S, K] with K the largest num_logprobs (unused entries: -1, 0), and with return_logits logits f32[S, vocab]
         (raw, after the soft-cap only).
+        """
+
+    def run(
+        self,
+        items: tuple[StepItem, ...],
+        previous: tuple[tuple[int, ...], ...],
+        scored: Callable[[int, float, int, tuple[tuple[int, float], ...]], TokenLogprob],
+    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...], ...], tuple[tuple[TokenLogprob, ...], ...]]:
+        """The same for the items of a plan: the tokens, logprobs and prompt_logprobs of its `StepResult`.
+
+        ``previous`` are the tokens of the step before, for those that were not known when this one was planned.
+        ``scored`` makes a `TokenLogprob` of its fields. TypeError for what is no `StepItem`; ValueError for a token
+        that was never drawn, a number that does not fit 32 bits, and whatever `step` raises it for.
         """
 
     def profile(self, reset: bool = False) -> dict[str, float]:

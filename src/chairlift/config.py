@@ -127,6 +127,12 @@ class EngineConfig:
         "A text file with a prompt's beginning, e.g. a system prompt, whose KV is computed at start and stays. Takes "
         "its KV blocks for good. For a chat model, as its template puts it.",
     )
+    num_speculative_tokens: int = option(
+        0,
+        "Most tokens of a sequence that are guessed from what it said before, and verified in the step that draws the "
+        "next one. Answers stay the same; texts that repeat their prompt, as when one is edited, come faster. Guesses "
+        "that do not pay are left out. 0: none; 8 is a good value.",
+    )
     async_scheduling: bool = option(
         False,
         "Plan the next step while one runs. Hides the scheduler's time, for many requests on a fast model; a finished "

@@ -23,6 +23,7 @@ _WHOLE = {  # from the first to the second
     "threads": (1, 1024),
     "seed": (0, 2**64 - 1),
     "max_preemptions": (0, 2**16),
+    "num_speculative_tokens": (0, 64),
 }
 _REAL = {  # from 0, which switches it off, to this
     "swap_space": 1e6,
@@ -177,6 +178,7 @@ def _conflicts(config: EngineConfig) -> Iterator[str]:
     yield from _order_conflicts(config)
     yield from _preemption_conflicts(config)
     yield from _cache_conflicts(config)
+    yield from _speculation_conflicts(config)
 
 
 def _memory_conflicts(config: EngineConfig) -> Iterator[str]:
@@ -246,6 +248,23 @@ def _cache_conflicts(config: EngineConfig) -> Iterator[str]:
         yield "--pin-prefix has no effect with --no-enable-prefix-caching; leave out one of them"
     if config.order == "longest-prefix":
         yield "--order longest-prefix has no effect with --no-enable-prefix-caching; use --order fcfs"
+
+
+def _speculation_conflicts(config: EngineConfig) -> Iterator[str]:
+    if not config.num_speculative_tokens:
+        return
+    conflicts = (
+        (
+            config.async_scheduling,
+            "--async-scheduling",
+            "how far a step comes must be known before the next is planned",
+        ),
+        (config.scheduler_policy == "static", "--scheduler-policy static", "a batch goes in step; use chunked"),
+        (config.admission == "peak", "--admission peak", "it foresees one token a step for each; use reserve"),
+    )
+    for given, what, why in conflicts:
+        if given:
+            yield f"--num-speculative-tokens does not go with {what}: {why}, or leave out one of them"
 
 
 def swaps(config: EngineConfig) -> bool:

@@ -82,6 +82,7 @@ def make_scheduler(
         preemption_mode=config.preemption_mode or "auto",
         max_preemptions=DEFAULT_MAX_PREEMPTIONS if config.max_preemptions is None else config.max_preemptions,
         slo_itl=None if config.slo_itl is None else STEP_SHARE * config.slo_itl / 1000,
+        num_speculative_tokens=config.num_speculative_tokens,
         max_batch_delay=config.max_batch_delay_ms / 1000,
         check=config.debug,
     )

@@ -39,6 +39,14 @@ CONFLICTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"kv_cache_memory": "1GiB", "gpu_memory_utilization": 0.5},
         ("--kv-cache-memory", "--gpu-memory-utilization"),
     ),
+    *(
+        ({"num_speculative_tokens": 4, name: value}, ("--num-speculative-tokens", given, instead))
+        for name, value, given, instead in (
+            ("async_scheduling", True, "--async-scheduling", "leave out one"),
+            ("scheduler_policy", "static", "--scheduler-policy static", "chunked"),
+            ("admission", "peak", "--admission peak", "reserve"),
+        )
+    ),
     ({"weights": "f32", "quantization": "int4"}, ("--weights f32", "--quantization int4", "give one")),
     *(
         ({"scheduler_policy": policy, "slo_itl": 50.0}, ("--slo-itl", f"--scheduler-policy {policy}", "chunked"))
@@ -86,6 +94,8 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], names: tu
         SWAP | NO_CACHE,
         {"weights": "auto", "quantization": "int8"},
         {"swap_space": 0, "max_batch_delay_ms": 0.0},
+        {"num_speculative_tokens": 8, "admission": "reserve", "scheduler_policy": "continuous"},
+        {"num_speculative_tokens": 0, "admission": "peak", "async_scheduling": True},
     ],
     ids=str,
 )
@@ -103,6 +113,7 @@ def test_settings_that_agree(settings: dict[str, Any]) -> None:
         ("slo_itl", (0, -1.0, float("nan"), "1s")),
         ("priority_ageing", (0.0, -1.0, float("nan"), "x")),
         ("max_preemptions", (-1, 2**17, 1.5, True, "3")),
+        ("num_speculative_tokens", (-1, 65, 1.5, True, None, "4")),
         ("gpu_memory_utilization", (0, 0.0, 1.01, True)),
         ("order", ("fifo", None, 1)),
         ("admission", ("greedy", 1)),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chairlift import _native
+from chairlift.core.plan import TokenLogprob
 
 BIG = 2**31 - 1
 
@@ -139,19 +139,46 @@ def test_table_of_some_of_the_groups(windowed: Any, item: Any) -> None:
         windowed.step([item([1], 4, range(4), whole=True)])
 
 
-def test_join() -> None:
-    """The numbers of a step's lists: from tuples of int alone, and no number is cut."""
-    values, offsets = _native.join([(1, -2), (), (BIG, -BIG - 1, 3)])
-    assert values.tolist() == [1, -2, BIG, -BIG - 1, 3]
-    assert offsets.tolist() == [0, 2, 2, 5]
-    assert values.dtype == offsets.dtype == np.int32
-    assert _native.join([])[1].tolist() == [0]
-    for number in (BIG + 1, -BIG - 2, 2**80):
-        with pytest.raises(ValueError, match="32 bits"):
-            _native.join([(number,)])
-    for wrong in ([[1]], [(1.0,)], [("1",)], [(np.int32(1),)], [None], ((1,),)):
-        with pytest.raises(TypeError):
-            _native.join(wrong)  # type: ignore[arg-type]
+BAD_ITEMS = {
+    "a token of another type": (TypeError, {"token_ids": (1.0,)}),
+    "a token of numpy's": (TypeError, {"token_ids": (np.int32(1),)}),
+    "tokens in a list": (TypeError, {"token_ids": [1]}),
+    "a table of another type": (TypeError, {"block_table": None}),
+    "a number too large": (ValueError, {"token_ids": (BIG + 1,)}),
+    "a number too small": (ValueError, {"block_table": (-BIG - 2,)}),
+    "a number far too large": (ValueError, {"start": 2**80}),
+    "a token past the vocabulary": (ValueError, {"token_ids": (259,)}),
+    "no tokens": (ValueError, {"token_ids": ()}),
+    "a table too short": (ValueError, {"start": 300}),
+    "history past the vocabulary": (ValueError, {"history": (259,)}),
+    "a draw that was never made": (ValueError, {"token_ids": (-3,)}),
+    "samples below 0": (ValueError, {"num_samples": -1}),
+    "drafts below 0": (ValueError, {"num_drafts": -1}),
+    "drafts alone": (ValueError, {"num_drafts": 1}),
+    "drafts of a chunk": (ValueError, {"token_ids": (1, 2), "num_drafts": 1, "num_samples": 0}),
+    "drafts of two samples": (ValueError, {"token_ids": (1, 2), "num_drafts": 1, "num_samples": 2}),
+    "a forced token past the vocabulary": (ValueError, {"prompt_targets": (259,)}),
+    "a forced token below 0": (ValueError, {"prompt_targets": (-1,)}),
+    "more forced tokens than rows": (ValueError, {"prompt_targets": (1, 2, 3)}),
+    "no params": (AttributeError, {"sequence": None}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ITEMS)
+def test_bad_item(tiny: Any, step_item: Any, name: str) -> None:
+    """What comes from Python is not trusted either, and the model lives on."""
+    error, change = BAD_ITEMS[name]
+    good = step_item((1,), block_table=(0, 1))
+    with pytest.raises(error):
+        tiny.model.run((good, good._replace(**change)), ((4,), (5,)), TokenLogprob)
+    tokens, logprobs, scores = tiny.model.run((good,), (), TokenLogprob)
+    assert [len(row) for row in tokens] == [1] and logprobs == ((),) and scores == ()
+
+
+def test_what_is_no_item(tiny: Any) -> None:
+    for item in ((1, 2), [1], None, (None,) * 9):
+        with pytest.raises((TypeError, AttributeError)):
+            tiny.model.run((item,), (), TokenLogprob)
 
 
 def test_more_than_was_reserved(tiny: Any, item: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_a_step_that_fails(
         def fail(*args: Any) -> None:
             raise error
 
-        patch.setattr("chairlift.runners.native.pack", fail)
+        patch.setattr(runner, "_model", SimpleNamespace(run=fail))
         with pytest.raises(StepFailed, match=r"step 3 could not be computed: (out of memory|.*No space left)"):
             run(runner, step_item(PROMPT))
     with pytest.raises(StepFailed, match="the step before failed"):

@@ -36,6 +36,8 @@ NAMES = {
     "swaps_total": "counter",
     "recomputed_tokens_total": "counter",
     "preemptions_total": "counter",
+    "draft_tokens_total": "counter",
+    "accepted_draft_tokens_total": "counter",
     "prefix_cache_hit_tokens_total": "counter",
     "prefix_cache_lookup_tokens_total": "counter",
 }

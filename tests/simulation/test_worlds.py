@@ -53,6 +53,7 @@ AT_LEAST = {
     **dict.fromkeys((f"ended by {reason.value}" for reason in FinishReason), 1000),
     **dict.fromkeys(("hopeless", "samples done", "searches done"), 500),
     **dict.fromkeys(("questions", "lives told"), 500),
+    **dict.fromkeys(("drafts", "accepted drafts"), 1000),
     **dict.fromkeys(("restarts", "pinned prefixes"), 20),
     **dict.fromkeys(("refused: n is", "refused: the request needs", "refused: static batching cannot"), 100),
     **dict.fromkeys(("refused: the prompt has", "refused: the prompt is"), 50),
@@ -76,7 +77,9 @@ AT_LEAST = {
     **dict.fromkeys((f"[host {host}, disk {disk}]" for host in (False, True) for disk in (False, True)), 30),
     **dict.fromkeys((f"[windows {windows}]" for windows in ((0,), (5,), (0, 3, 3), (0, 8, 1))), 30),
     **dict.fromkeys((f"[max_preemptions {most}]" for most in (0, 1, 3, 100)), 30),
-    **dict.fromkeys((f"[{name} {on}]" for name in ("caching", "slo", "delay", "faults") for on in (False, True)), 30),
+    **dict.fromkeys(
+        (f"[{name} {on}]" for name in ("caching", "slo", "delay", "faults", "drafts") for on in (False, True)), 30
+    ),
     **dict.fromkeys((f"[depth {depth}]" for depth in (1, 2)), 100),
 }
 """What must have happened in so many steps, and how often at least."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -45,6 +46,15 @@ class Batch:
         known = request.token_ids
         tokens = (known[-1],) * padding
         self._add(StepItem(request.info, len(known), tokens, request.table, 0, discard=True), None)
+
+    def add_drafts(self, i: int, request: Request, drafts: Sequence[int]) -> None:
+        """Guesses at what comes after the tokens of the i-th item, for which the request has room."""
+        item, n = self.items[i], len(drafts)
+        if request.table is None:
+            request.table = tuple(request.block_table)
+        self.items[i] = item._replace(token_ids=(*item.token_ids, *drafts), block_table=request.table, num_drafts=n)
+        self.left -= n
+        self.work = self.work.plus(request.num_planned, n)
 
     def _add(self, item: StepItem, request: Request | None) -> None:
         n = len(item.token_ids)

@@ -46,6 +46,8 @@ class Engine:
     ) -> None:
         if not 1 <= depth <= MOST_DEPTH:
             raise ValueError(f"depth must be from 1 to {MOST_DEPTH}, got {depth}")
+        if depth > 1 and scheduler.settings.num_speculative_tokens:
+            raise ValueError("with drafts nobody knows how far a step comes before it is done: depth must be 1")
         self.scheduler = scheduler
         self.executor = executor
         self.flight_recorder = FlightRecorder()

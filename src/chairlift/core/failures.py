@@ -30,7 +30,7 @@ class Failures:
         for item, request in zip(flight.plan.items, flight.requests, strict=True):
             if request is not None:
                 request.num_failures += 1
-                request.failed_end = item.start + len(item.token_ids)
+                request.failed_end = item.end
 
     def acquit(self, request: Request, samples: Samples) -> None:
         """A sequence has come past where it failed. When all ``samples`` of its request have, it is no suspect."""

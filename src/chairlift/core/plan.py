@@ -43,11 +43,13 @@ class StepItem(NamedTuple):
         block_table: device blocks; with G groups of KV layers, position p of group g lives in
             ``block_table[p // block_size * G + g]``. -1 where a group's window has passed: nobody reads there.
         num_samples: tokens to draw from the last row's logits: 0 for a chunk that does not reach the end, n for the
-            last chunk of an n-way prompt (sample i of it draws with index ``index + i``).
+            last chunk of an n-way prompt (sample i of it draws with index ``index + i``). 1 with drafts.
         history: all tokens up to the end of this item, when ``params.uses_history``; else empty.
         prompt_targets: with prompt_logprobs, the token that follows each of ``token_ids`` in the prompt; shorter by
             one when the prompt ends here, else empty.
         discard: padding of a static batch: computed, and its result thrown away.
+        num_drafts: the last so many of ``token_ids`` are guesses. One token is drawn after the last that is none, and
+            one after each draft that turned out to be what was drawn before it.
     """
 
     sequence: SequenceInfo
@@ -58,6 +60,12 @@ class StepItem(NamedTuple):
     history: tuple[int, ...] = ()
     prompt_targets: tuple[int, ...] = ()
     discard: bool = False
+    num_drafts: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position after the last token that is no draft."""
+        return self.start + len(self.token_ids) - self.num_drafts
 
     @property
     def request_id(self) -> str:
@@ -128,8 +136,8 @@ class StepResult:
     """What a runner returns. All tuples run parallel to ``plan.items``.
 
     Fields:
-        tokens: per item, ``num_samples`` token ids (or BAD_LOGITS).
-        logprobs: per item, one `TokenLogprob` a sample, or empty when not asked for.
+        tokens: per item, ``num_samples`` token ids (or BAD_LOGITS), and one more for each draft that was right.
+        logprobs: per item, one `TokenLogprob` a token, or empty when not asked for.
         prompt_logprobs: per item, one a prompt target, or empty. The outer tuple is empty when no item asked.
         seconds: time of the step on the device.
         swap_seconds: the part of it that the swaps took.
@@ -209,6 +217,8 @@ class StepStats:
     free_disk_blocks: int = 0
     total_swaps: int = 0  # of the preemptions, those whose KV was kept in host memory or on disk
     total_recomputed_tokens: int = 0  # tokens whose KV preemptions threw away
+    total_drafts: int = 0  # tokens guessed for speculative decoding
+    total_accepted_drafts: int = 0  # those that were right
     budget: int = 0  # tokens that the step could have taken
     binding: str = ""  # the resource for want of which the head of the queue waits; empty if none waits
 

@@ -12,6 +12,7 @@ from chairlift.core.policy import Group, Policy
 from chairlift.core.request import Request, Status
 from chairlift.core.searches import Searches
 from chairlift.core.settings import Settings
+from chairlift.core.speculation import Speculation
 
 _LEAST_CHUNK = 4  # prompt tokens in a step, whatever the target for its time
 
@@ -21,21 +22,31 @@ class Planner:
     budget: tokens that the last step could have had.
     """
 
-    def __init__(self, policy: Policy, settings: Settings, boarding: Boarding, searches: Searches, pace: Pace) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Settings,
+        boarding: Boarding,
+        searches: Searches,
+        pace: Pace,
+        speculation: Speculation,
+    ) -> None:
         self.budget = 0
         self._policy = policy
         self._settings = settings
         self._boarding = boarding
         self._searches = searches
         self._pace = pace
+        self._speculation = speculation
 
     def fill(self, group: Group, now: float) -> Batch:
         """Takes candidates in the group's order while the token budget lasts."""
         batch = Batch(self._settings.max_num_batched_tokens)
         self._add_decodes(batch, group.running)
+        self._speculation.add_drafts(batch)
         if self._settings.slo_itl is not None and batch.items:
             self._keep_pace(batch, self._settings.slo_itl)
-        self.budget = len(batch.items) + batch.left
+        self.budget = batch.work.tokens + batch.left
         self._add_prefills(batch, group, now)
         return batch
 
@@ -84,7 +95,7 @@ class Planner:
                 if table is None:
                     table = request.table = tuple(request.block_table)
                 token = request.pending if pending else request.token_ids[-1]
-                items.append(new_item((request.info, start, (token,), table, 1, (), (), False)))
+                items.append(new_item((request.info, start, (token,), table, 1, (), (), False, 0)))
                 requests.append(request)
                 draws += 1
                 request.num_planned = start + 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from chairlift.core.lookup import Lookup
 from chairlift.errors import ParameterError, show
 
 MAX_N = 128
@@ -261,7 +262,7 @@ class Request:
     | 0 .. num_prompt             | the prompt                                                                         |
     | num_prompt .. len(token_ids)| generated so far; num_pending more are being drawn                                 |
     | 0 .. num_computed           | tokens whose KV is valid                                                           |
-    | num_computed .. num_planned | tokens whose KV steps in flight compute; equal when none is in flight              |
+    | num_computed .. num_planned | tokens whose KV steps in flight compute (drafts are none); equal when none is      |
     | 0 .. writable_end           | positions that may be written without asking `KVManager.grow`                      |
 
     Owners: the KV fields (the last group) belong to `KVManager`, which only caches ``table`` where a plan is made; the
@@ -297,6 +298,7 @@ class Request:
     num_pending: int = 0  # tokens being drawn by a step in flight, 0 or 1
     pending: int = 0  # what stands for that token in the next step's item
     num_planned: int = 0
+    lookup: Lookup | None = None  # of drafts; made when the first are wanted
 
     num_computed: int = 0
     writable_end: int = 0

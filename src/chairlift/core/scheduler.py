@@ -37,6 +37,7 @@ from chairlift.core.searches import Searches
 from chairlift.core.sequences import Sequences
 from chairlift.core.settings import Settings
 from chairlift.core.shares import Shares
+from chairlift.core.speculation import Speculation
 from chairlift.errors import ConfigError, RequestRefused
 
 __all__ = ["Key", "Scheduler", "Settings"]
@@ -61,6 +62,8 @@ class Scheduler:
         _require_budget(settings.max_num_batched_tokens, "max-num-seqs", settings.max_num_seqs)
         if policy.whole:
             _require_budget(settings.max_num_batched_tokens, "max-model-len", capacity.max_model_len)
+        if settings.num_speculative_tokens:
+            _require_even_pace(policy)
         self.policy = policy
         self.capacity = capacity
         self.settings = settings
@@ -76,7 +79,8 @@ class Scheduler:
         self.failures = Failures()
         self.sequences = Sequences(self.kv, self.boarding, self.failures, shares, self._tell)
         self.searches = Searches(self.kv, self.boarding, self.sequences)
-        self.planner = Planner(policy, settings, self.boarding, self.searches, self.pace)
+        self.speculation = Speculation(settings, self.kv, self.pace)
+        self.planner = Planner(policy, settings, self.boarding, self.searches, self.pace, self.speculation)
         self.wake_at: float | None = None  # the time until which an idle engine waits for more requests
         self._shares = shares
         self._deadlines = Deadlines()
@@ -265,21 +269,26 @@ class Scheduler:
                 if any(entry.token_id == BAD_LOGITS for entry in prompt_logprobs):
                     outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
                     continue
-            self.kv.commit(request, len(item.token_ids))
+            tokens, logprobs, computed = result.tokens[i], result.logprobs[i], len(item.token_ids)
+            if item.num_drafts:
+                tokens, logprobs = self._accept(request, item, tokens, logprobs)
+                computed = len(tokens)
+            self.kv.commit(request, computed)
             if (request.num_failures or suspects) and request.num_computed >= request.failed_end:
                 self.failures.acquit(request, self.sequences.by_id[request.id])
             if not item.num_samples:
                 if prompt_logprobs:
                     outputs.append(Output(request.id, request.index, prompt_logprobs=prompt_logprobs))
                 continue
-            tokens, logprobs = result.tokens[i], result.logprobs[i]
             if not request.plain:
                 outputs += self._sampled(request, tokens, logprobs, prompt_logprobs)
                 continue
             # What _sampled does for a single sequence, for nearly all of them in nearly every step.
-            token = tokens[0]
+            token = tokens[-1]
             request.num_pending -= 1
             if token == BAD_LOGITS:
+                if len(tokens) > 1:
+                    outputs.append(Output(request.id, request.index, tokens[:-1], None, logprobs[:-1]))
                 outputs += self._end(request, FinishReason.ERROR, _BAD_LOGITS)
                 continue
             known = request.token_ids
@@ -313,6 +322,17 @@ class Scheduler:
         new = result.prompt_logprobs[i][known:]
         request.num_prompt_logprobs += len(new)
         return new
+
+    def _accept(
+        self, request: Request, item: StepItem, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Of a request with drafts, the tokens that it gains: up to one that ends it. All but the last were drafts,
+        whose KV the step computed: these are its own now."""
+        self.speculation.learn(request, item.num_drafts, len(tokens) - 1)
+        n = next((i for i, token in enumerate(tokens, 1) if token in request.stop_ids), len(tokens))
+        request.token_ids += tokens[: n - 1]
+        request.num_planned += n - 1
+        return tokens[:n], logprobs[:n]
 
     def _sampled(
         self,
@@ -496,6 +516,8 @@ class Scheduler:
             free_disk_blocks=free[host] if disk else 0,
             total_swaps=totals.swaps,
             total_recomputed_tokens=totals.recomputed_tokens,
+            total_drafts=self.speculation.num_drafts,
+            total_accepted_drafts=self.speculation.num_accepted,
             budget=self.planner.budget,
             binding=self.boarding.binding,
         )
@@ -512,6 +534,13 @@ class Scheduler:
         for request in live:
             in_flight = request.num_planned != request.num_computed
             assert not in_flight or request in planned, f"{request.key}: planned, and in no plan"
+
+
+def _require_even_pace(policy: Policy) -> None:
+    """With drafts some sequences gain more tokens a step than others."""
+    if policy.holds or not (policy.gate.preempts or policy.gate.promises):
+        what = "a policy that holds its batch" if policy.holds else "an admission gate that looks ahead"
+        raise ConfigError(f"--num-speculative-tokens does not go with {what}: it counts on one token a step for each")
 
 
 def _require_budget(budget: int, setting: str, value: int) -> None:

@@ -9,16 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from chairlift import _native, log
 from chairlift.config import EngineConfig, parse_disk_swap
-from chairlift.core.plan import BlockOpKind, Capacity, StepPlan, StepResult
+from chairlift.core.plan import BlockOpKind, Capacity, StepPlan, StepResult, TokenLogprob
 from chairlift.errors import ConfigError, ModelError, StepFailed
 from chairlift.models.spec import Checkpoint, TensorType
 from chairlift.runners.disk import DiskFile
 from chairlift.runners.groups import KVGroups
 from chairlift.runners.memory import MemoryPlan, available_cpus, available_memory, check_weights, plan_memory
-from chairlift.runners.packing import Tokens, pack, unpack
 from chairlift.runners.tiers import BlockStore
 from chairlift.runners.weight_cache import WeightCache, content_digest
 from chairlift.runners.weights import packed_bytes, packed_types
+
+Tokens = tuple[tuple[int, ...], ...]  # those drawn in a step, by item
 
 
 class NativeRunner:
@@ -39,7 +40,6 @@ class NativeRunner:
         self._checkpoint: Checkpoint | None = checkpoint
         self._config = config
         self._report: log.Report = report or (lambda name, seconds: None)
-        self._vocab_size = checkpoint.spec.vocab_size
         self._model: _native.Model | None = None
         self._store: BlockStore | None = None
         self._worker: ThreadPoolExecutor | None = None
@@ -141,9 +141,11 @@ class NativeRunner:
         damaged = self._store.apply(plan.block_ops) if plan.block_ops else ()
         swaps = any(op.kind is not BlockOpKind.COPY for op in plan.block_ops)
         swap_seconds = time.perf_counter() - begin if swaps else 0.0
-        arguments, draws = pack(plan.items, self._vocab_size, previous)
-        out = self._model.step(**arguments)
-        tokens, logprobs, prompt_logprobs = unpack(plan.items, draws, out)
+        if previous is None:  # the step before failed
+            if any(min(item.token_ids, default=0) < 0 for item in plan.items):
+                raise StepFailed("the step before failed, whose tokens this one was to continue")
+            previous = ()
+        tokens, logprobs, prompt_logprobs = self._model.run(plan.items, previous, TokenLogprob)
         return StepResult(
             step_id=plan.step_id,
             tokens=tokens,

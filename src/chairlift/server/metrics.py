@@ -79,6 +79,8 @@ class Metrics:
         self.recomputed = counter("recomputed_tokens", "Tokens whose KV preemptions threw away.")
         self.cache_hits = counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.")
         self.cache_lookups = counter("prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.")
+        self.drafts = counter("draft_tokens", "Tokens guessed for speculative decoding.")
+        self.accepted_drafts = counter("accepted_draft_tokens", "Guessed tokens that were right.")
         self._last = StepStats(step_id=-1)
         self._binding = ""
         self._gauges: dict[Gauge, str] = {  # and the field of `StepStats` that each copies
@@ -99,6 +101,8 @@ class Metrics:
             self.recomputed: "total_recomputed_tokens",
             self.cache_hits: "total_cached_tokens",
             self.cache_lookups: "total_lookup_tokens",
+            self.drafts: "total_drafts",
+            self.accepted_drafts: "total_accepted_drafts",
         }
 
     def step(self, stats: StepStats) -> None:

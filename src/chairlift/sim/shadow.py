@@ -261,12 +261,12 @@ class ShadowExecutor:
 
     def _written(self, item: StepItem, position: int) -> tuple[int, int]:
         token = item.token_ids[position - item.start]
-        cells = self._cells(item)
+        cells = self._cells_with_drafts(item)
         return (token, GARBAGE) if item.discard or position >= len(cells) else cells[position]
 
     def _read(self, item: StepItem) -> None:
         """Attention reads the positions in view, each where the block table says."""
-        cells = self._cells(item)
+        cells = self._cells_with_drafts(item)
         for g, view in self._views(item):
             for position in view:
                 found, wanted = self._cell(item, g, position), (position, *cells[position], g)
@@ -300,14 +300,18 @@ class ShadowExecutor:
                 self._check_item(item)
 
     def _check_item(self, item: StepItem) -> None:
-        cells, end = self._cells(item), _end(item)
+        cells, end = self._cells(item), item.end
         truth, tokens = self._truths[item.request_id], tuple(token for token, _ in cells[item.start : end])
-        if item.token_ids != tokens:
+        if item.token_ids[: end - item.start] != tokens:
             _fail(item, f"computes {item.token_ids} where its tokens are {tokens}")
         unsampled = len(truth.samples) == 1 and len(cells) == truth.num_prompt
         due = (truth.num_draws if unsampled else 1) if end == len(cells) else 0
         if item.num_samples != due:
             _fail(item, f"draws {item.num_samples} samples instead of {due}")
+        if item.num_drafts and (due != 1 or item.params.uses_history or item.params.use_beam_search):
+            _fail(item, "has drafts, and its draws depend on more than the tokens before them")
+        if item.num_drafts and not all(0 <= token < self.vocab_size for token in item.token_ids[-item.num_drafts :]):
+            _fail(item, f"has drafts that are no tokens: {item.token_ids}")
         given = (item.params, item.seed, item.num_prompt, item.stop_ids)
         if given != (truth.params, truth.seed, truth.num_prompt, truth.stop_ids):
             _fail(item, f"has other parameters than its request: {given}")
@@ -328,6 +332,14 @@ class ShadowExecutor:
         if item.start >= truth.num_prompt and not self._is_tainted(item):
             return self._beam(item, truth)
         return next(iter(truth.samples.values()))
+
+    def _cells_with_drafts(self, item: StepItem) -> list[tuple[int, int]]:
+        """As if the drafts were right: their rows read each other, and later ones only those that were."""
+        cells = self._cells(item)
+        if item.num_drafts:
+            cells = list(cells)
+            _extend(cells, item.token_ids[-item.num_drafts :])
+        return cells
 
     def _beam(self, item: StepItem, truth: _Truth) -> list[tuple[int, int]]:
         """The tokens of a beam: the scheduler chooses them, so all that can be told is that its KV is that of one
@@ -363,8 +375,11 @@ class ShadowExecutor:
         prompt_logprobs = [
             self._logprob(cells[item.start + i][1], target, count or 0) for i, target in enumerate(item.prompt_targets)
         ]
-        tokens = [self._draw(item, cells, item.index + i) for i in range(item.num_samples)]
         wanted = item.num_logprobs
+        if item.num_drafts:
+            tokens, logprobs = self._verify(item, cells)
+            return tuple(tokens), tuple(logprobs), tuple(prompt_logprobs)
+        tokens = [self._draw(item, cells, item.index + i) for i in range(item.num_samples)]
         logprobs = [] if wanted is None else [self._logprob(cells[-1][1], token, wanted) for token in tokens]
         if not item.params.use_beam_search:  # whose tokens the scheduler chooses
             context = list(cells)
@@ -372,6 +387,22 @@ class ShadowExecutor:
                 _extend(samples.setdefault(item.index + i, list(context)), [token])
                 self._undo[-1].drawn.append((item.request_id, item.index + i))
         return tuple(tokens), tuple(logprobs), tuple(prompt_logprobs)
+
+    def _verify(self, item: StepItem, cells: list[tuple[int, int]]) -> tuple[list[int], list[TokenLogprob]]:
+        """Draws as long as the drafts say the same, and adds the tokens to ``cells``, the truth of the sequence."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        for draft in (*item.token_ids[-item.num_drafts :], None):
+            context = cells[-1][1]
+            token = self._draw(item, cells, item.index)
+            tokens.append(token)
+            if item.num_logprobs is not None:
+                logprobs.append(self._logprob(context, token, item.num_logprobs))
+            _extend(cells, [token])
+            self._undo[-1].drawn.append((item.request_id, item.index))
+            if token != draft:
+                break
+        return tokens, logprobs
 
     def _draw(self, item: StepItem, cells: list[tuple[int, int]], index: int) -> int:
         """The next token: a hash of the context and, unless greedy, of (seed, sample index, position)."""

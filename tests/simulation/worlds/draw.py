@@ -185,7 +185,16 @@ def draw_world(seed: int) -> World:
     )
     script = tuple(_Script(rng, world, tenants).acts())
     restart = len(script) // 2 if capacity.num_disk_blocks and caching and rng.random() < 0.3 else 0
-    return replace(world, script=script, restart=restart, faults=_faults(rng, world))
+    world = replace(world, script=script, restart=restart, faults=_faults(rng, world))
+    return _with_drafts(Random(f"drafts {seed}"), world)
+
+
+def _with_drafts(rng: Random, world: World) -> World:
+    """With speculation, where it is allowed. Drawn by itself, so that seeds stay the worlds they were."""
+    most = rng.choice((0, 0, 1, 3, 7))
+    if not most or world.policy == "static" or world.admission == "peak":
+        return world
+    return replace(world, depth=1, settings=replace(world.settings, num_speculative_tokens=most))
 
 
 def _capacity(rng: Random) -> Capacity:

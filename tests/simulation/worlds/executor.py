@@ -100,7 +100,7 @@ class Executor(ShadowExecutor):
             n = len(item.token_ids)
             tokens += n
             positions += n * item.start + n * (n + 1) // 2
-            self._note_depth(item.request_id, item.start + n)
+            self._note_depth(item.request_id, item.end)
         seconds = self.seconds(tokens, positions) - costs.noise * self._noise.random() * costs.step
         swaps = sum(op.kind is not BlockOpKind.COPY for op in plan.block_ops)
         self._free_at = max(self._free_at, self._clock.true) + seconds + swaps * costs.swap
@@ -123,7 +123,7 @@ class Executor(ShadowExecutor):
             life = self.client.live.get(item.request_id)
             if life is not None and life.failures and lost.isdisjoint(item.block_table):
                 index = 0 if item.params.use_beam_search else item.index
-                if item.start + len(item.token_ids) >= life.failed_at.get(index, 0):
+                if item.end >= life.failed_at.get(index, 0):
                     life.failures[index] = 0
         result = replace(handle.inner, seconds=handle.seconds, swap_seconds=handle.swap_seconds)
         return self._with_bad_logits(handle, result) if ("logits", handle.number) in self._faults else result
@@ -144,9 +144,7 @@ class Executor(ShadowExecutor):
 
     def _fail(self, plan: StepPlan) -> None:
         """All steps in flight never were."""
-        ends = {
-            (i.request_id, 0 if i.params.use_beam_search else i.index): i.start + len(i.token_ids) for i in plan.items
-        }
+        ends = {(i.request_id, 0 if i.params.use_beam_search else i.index): i.end for i in plan.items}
         for (name, index), end in ends.items():
             if (life := self.client.live.get(name)) is not None:
                 life.failures[index] += 1
@@ -157,11 +155,12 @@ class Executor(ShadowExecutor):
         self.client.coverage["failed steps"] += 1
 
     def _with_bad_logits(self, handle: _Handle, result: StepResult) -> StepResult:
-        """The first draw of the step comes from nothing."""
+        """The first draw of the step comes from nothing; with drafts, the last."""
         for i, (item, tokens) in enumerate(zip(handle.plan.items, result.tokens, strict=True)):
             if tokens and not item.discard:
                 self._broken.add(item.request_id)
-                rows = (*result.tokens[:i], (BAD_LOGITS, *tokens[1:]), *result.tokens[i + 1 :])
+                bad = (*tokens[:-1], BAD_LOGITS) if item.num_drafts else (BAD_LOGITS, *tokens[1:])
+                rows = (*result.tokens[:i], bad, *result.tokens[i + 1 :])
                 return replace(result, tokens=rows)
         return result
 
@@ -191,6 +190,7 @@ class Executor(ShadowExecutor):
         for op in plan.block_ops:
             coverage[op.kind.name] += 1
         for item in plan.items:
+            coverage["drafts"] += item.num_drafts
             if item.num_samples != 1 or item.discard:
                 if item.discard:
                     coverage["held rows" if item.num_samples else "padding"] += 1

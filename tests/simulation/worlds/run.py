@@ -99,6 +99,7 @@ class _Life:
         world, stats = self.world, self.scheduler.stats()
         self.coverage["preemptions"] += stats.total_preemptions
         self.coverage["swaps"] += stats.total_swaps
+        self.coverage["accepted drafts"] += stats.total_accepted_drafts
         if world.swaps and world.settings.preemption_mode == "swap" and not world.faults:
             self.coverage["recomputed, no room to swap"] += stats.total_preemptions - stats.total_swaps
         if world.reserves and world.order != "priority" and world.weights is None and not world.faults:
@@ -158,5 +159,6 @@ def describe(world: World, coverage: Counter[str]) -> None:
         f"slo {settings.slo_itl is not None}",
         f"delay {settings.max_batch_delay > 0}",
         f"faults {bool(world.faults)}",
+        f"drafts {settings.num_speculative_tokens > 0}",
     ):
         coverage[f"[{kind}]"] += 1

@@ -92,6 +92,7 @@ def _settings(world: World) -> Iterator[Callable[[World], World]]:
         ("preemption_mode", "recompute"),
         ("max_preemptions", 3),
         ("max_num_seqs", 1),
+        ("num_speculative_tokens", 0),
     ):
         yield lambda w, name=name, value=value: replace(w, settings=replace(w.settings, **{name: value}))  # type: ignore[misc]
     for name in ("num_host_blocks", "num_disk_blocks"):

@@ -1,0 +1,279 @@
+#include "plan_from_python.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace nb = nanobind;
+
+namespace chairlift {
+
+namespace {
+
+constexpr float kSmallest = 1.2e-38f;  // a divisor below it would be 0 in f32
+
+// The fields of a StepItem, in their order.
+enum Field { kSequence, kStart, kTokenIds, kBlockTable, kNumSamples, kHistory, kPromptTargets, kDiscard, kNumDrafts, kFields };
+
+PyObject* field(PyObject* item, Field name) { return PyTuple_GET_ITEM(item, name); }
+
+// An attribute's name, made once.
+class Name {
+public:
+    explicit Name(const char* text) : text_(PyUnicode_InternFromString(text)) {}
+    nb::object of(PyObject* object) const {
+        PyObject* value = PyObject_GetAttr(object, text_);
+        if (!value) throw nb::python_error();
+        return nb::steal(value);
+    }
+
+private:
+    PyObject* text_;  // for as long as the process lives
+};
+
+std::int32_t int32(PyObject* number) {
+    if (!PyLong_Check(number)) throw nb::type_error("a plan's numbers must be of type int");
+    int overflow = 0;
+    const long value = PyLong_AsLongAndOverflow(number, &overflow);
+    if (overflow != 0 || value < INT32_MIN || value > INT32_MAX)
+        throw std::invalid_argument("a number of the plan does not fit 32 bits");
+    return static_cast<std::int32_t>(value);
+}
+
+std::int32_t int32(const nb::object& number) { return int32(number.ptr()); }
+
+std::int32_t int32_or(const nb::object& number, std::int32_t otherwise) {
+    return number.is_none() ? otherwise : int32(number);
+}
+
+float real(const nb::object& number) {
+    const double value = PyFloat_AsDouble(number.ptr());
+    if (value == -1.0 && PyErr_Occurred()) throw nb::python_error();
+    return static_cast<float>(value);
+}
+
+std::uint64_t uint64(const nb::object& number) {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(number.ptr());
+    if (value == ~0ULL && PyErr_Occurred()) throw nb::python_error();
+    return value;
+}
+
+void require_tuple(PyObject* object) {
+    if (!PyTuple_Check(object)) throw nb::type_error("a plan's lists must be tuples");
+}
+
+}  // namespace
+
+// A SequenceInfo and its SamplingParams, as far as draws need them.
+struct PlanReader::Sequence {
+    explicit Sequence(PyObject* info) {
+        static const Name index_name("index"), params_name("params"), seed_name("seed"), num_prompt_name("num_prompt"),
+            stop_ids_name("stop_ids"), num_logprobs_name("num_logprobs");
+        static const Name temperature("temperature"), top_k("top_k"), top_p("top_p"), min_p("min_p"),
+            repetition("repetition_penalty"), presence("presence_penalty"), frequency("frequency_penalty"),
+            min_tokens_name("min_tokens"), bias_name("logit_bias");
+        params = params_name.of(info);
+        num_prompt = int32(num_prompt_name.of(info));
+        draw.index = int32(index_name.of(info));
+        draw.seed = uint64(seed_name.of(info));
+        draw.num_logprobs = int32_or(num_logprobs_name.of(info), -1);
+        PyObject* given = params.ptr();
+        draw.temperature = real(temperature.of(given));
+        draw.top_k = std::max(0, int32(top_k.of(given)));
+        draw.top_p = real(top_p.of(given));
+        draw.min_p = real(min_p.of(given));
+        draw.repetition = std::max(kSmallest, real(repetition.of(given)));
+        draw.presence = real(presence.of(given));
+        draw.frequency = real(frequency.of(given));
+        bias = bias_name.of(given);
+        min_tokens = int32(min_tokens_name.of(given));
+        if (min_tokens > 0) stop_ids = stop_ids_name.of(info);
+    }
+
+    // Best tokens wanted with each prompt token.
+    int num_prompt_logprobs() const {
+        static const Name name("prompt_logprobs");
+        return int32_or(name.of(params.ptr()), 0);
+    }
+
+    Draw draw;  // what is the same in all draws of the sequence
+    nb::object params, bias, stop_ids;
+    int num_prompt = 0, min_tokens = 0;
+};
+
+PlanReader::PlanReader(int vocab_size) : vocab_size_(vocab_size) {}
+
+StepInput PlanReader::read(const nb::tuple& items, const nb::tuple& previous) {
+    for (auto* list : {&tokens_, &positions_, &block_tables_, &history_, &bias_ids_, &banned_}) list->clear();
+    bias_values_.clear(), draws_.clear(), lists_.clear(), asked_.clear();
+    item_rows_.assign(1, 0), table_offsets_.assign(1, 0);
+    flattened_ = false;
+    for (std::size_t i = 0; i < items.size(); ++i) read_item(PyTuple_GET_ITEM(items.ptr(), i), previous);
+    for (std::size_t i = 0; i < draws_.size(); ++i) {
+        const Lists& at = lists_[i];
+        draws_[i].history = std::span(history_).subspan(at.history, at.history_size);
+        draws_[i].bias_ids = std::span(bias_ids_).subspan(at.bias, at.bias_size);
+        draws_[i].bias_values = std::span(bias_values_).subspan(at.bias, at.bias_size);
+        draws_[i].banned = std::span(banned_).subspan(at.banned, at.banned_size);
+    }
+    make_room_for_results();
+    return {tokens_, positions_, item_rows_, block_tables_, table_offsets_, draws_};
+}
+
+void PlanReader::read_item(PyObject* item, const nb::tuple& previous) {
+    require_tuple(item);
+    if (PyTuple_GET_SIZE(item) != kFields) throw nb::type_error("a plan's items must be of type StepItem");
+    const int first = static_cast<int>(tokens_.size()), start = int32(field(item, kStart));
+    append_known(field(item, kTokenIds), previous, tokens_);
+    const int end = static_cast<int>(tokens_.size());
+    for (int row = first; row < end; ++row) positions_.push_back(start + (row - first));
+    append(field(item, kBlockTable), block_tables_);
+    item_rows_.push_back(end);
+    table_offsets_.push_back(static_cast<std::int32_t>(block_tables_.size()));
+
+    PyObject* targets = field(item, kPromptTargets);
+    require_tuple(targets);
+    Asked asked{static_cast<int>(PyTuple_GET_SIZE(targets)), int32(field(item, kNumSamples)), int32(field(item, kNumDrafts)), false};
+    if (asked.samples < 0 || asked.drafts < 0 || (asked.drafts > 0 && (asked.samples != 1 || asked.drafts >= end - first)))
+        throw std::invalid_argument("bad step: " + std::to_string(asked.samples) + " samples and " +
+                                    std::to_string(asked.drafts) + " drafts of " + std::to_string(end - first) + " tokens");
+    if (asked.samples + asked.scores > 0) {
+        const Sequence sequence(field(item, kSequence));
+        asked.logprobs = sequence.draw.num_logprobs >= 0;
+        if (asked.scores > 0) read_scores(targets, first, sequence.num_prompt_logprobs());
+        const int last = end - 1 - asked.drafts;
+        if (asked.samples > 0)
+            add_draws(asked, sequence, last, start + (last - first) + 1, read_lists(field(item, kHistory), sequence, previous));
+    }
+    asked_.push_back(asked);
+}
+
+// What is scored needs nothing of that which shapes a draw.
+void PlanReader::read_scores(PyObject* targets, int first_row, int num_logprobs) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(targets); ++i) {
+        Draw draw;
+        draw.row = first_row + static_cast<int>(i);
+        draw.forced = int32(PyTuple_GET_ITEM(targets, i));
+        if (draw.forced < 0) throw std::invalid_argument("bad step: forced token " + std::to_string(draw.forced));
+        draw.num_logprobs = num_logprobs;
+        draws_.push_back(draw);
+        lists_.push_back({});
+    }
+}
+
+void PlanReader::add_draws(const Asked& asked, const Sequence& sequence, int row, int position, const Lists& shared) {
+    for (int i = 0; i < asked.samples + asked.drafts; ++i) {
+        const int draft = std::max(0, i - asked.samples + 1);  // counted from 1; 0 for a sample
+        Draw draw = sequence.draw;
+        Lists lists = shared;
+        draw.row = row + draft;
+        draw.position = position + draft;
+        draw.index += std::min(i, asked.samples - 1);
+        draw.history_prompt = std::min(sequence.num_prompt, static_cast<int>(shared.history_size));
+        ban(sequence, draw.position, lists);
+        draws_.push_back(draw);
+        lists_.push_back(lists);
+    }
+}
+
+// Ids past the vocabulary are never drawn, so there is nothing to favour or ban.
+PlanReader::Lists PlanReader::read_lists(PyObject* history, const Sequence& sequence, const nb::tuple& previous) {
+    Lists lists;
+    lists.history = history_.size();
+    append_known(history, previous, history_);
+    lists.history_size = history_.size() - lists.history;
+    lists.bias = bias_ids_.size();
+    if (!PyDict_Check(sequence.bias.ptr())) throw nb::type_error("logit_bias must be a dict");
+    PyObject *token, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(sequence.bias.ptr(), &at, &token, &value);) {
+        if (int32(token) >= vocab_size_) continue;
+        bias_ids_.push_back(int32(token));
+        bias_values_.push_back(real(nb::borrow(value)));
+    }
+    lists.bias_size = bias_ids_.size() - lists.bias;
+    return lists;
+}
+
+// The stop tokens, while there are too few others.
+void PlanReader::ban(const Sequence& sequence, int position, Lists& lists) {
+    lists.banned = banned_.size();
+    if (sequence.min_tokens == 0 || position - sequence.num_prompt >= sequence.min_tokens) return;
+    for (nb::handle token : nb::iter(sequence.stop_ids))
+        if (const std::int32_t id = int32(token.ptr()); id < vocab_size_) banned_.push_back(id);
+    lists.banned_size = banned_.size() - lists.banned;
+}
+
+void PlanReader::append(PyObject* numbers, std::vector<std::int32_t>& to) {
+    require_tuple(numbers);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) to.push_back(int32(PyTuple_GET_ITEM(numbers, i)));
+}
+
+void PlanReader::append_known(PyObject* tokens, const nb::tuple& previous, std::vector<std::int32_t>& to) {
+    const std::size_t begin = to.size();
+    append(tokens, to);
+    for (std::size_t i = begin; i < to.size(); ++i)
+        if (to[i] < 0) to[i] = draw_of_step_before(to[i], previous);
+}
+
+std::int32_t PlanReader::draw_of_step_before(std::int32_t token, const nb::tuple& previous) {
+    if (!flattened_) {
+        previous_.clear();
+        for (std::size_t i = 0; i < previous.size(); ++i) append(PyTuple_GET_ITEM(previous.ptr(), i), previous_);
+        flattened_ = true;
+    }
+    const std::size_t which = -1 - std::int64_t{token};
+    if (which >= previous_.size())
+        throw std::invalid_argument("token " + std::to_string(token) + ": the step before drew " +
+                                    std::to_string(previous_.size()) + " tokens");
+    return std::max(0, previous_[which]);  // after broken logits any token will do: the result is not used
+}
+
+void PlanReader::make_room_for_results() {
+    std::size_t total = 0;
+    for (const Draw& draw : draws_) total += std::max(0, draw.num_logprobs);
+    top_ids_.assign(total, -1);
+    top_logprobs_.assign(total, 0.0f);
+    results_.assign(draws_.size(), {});
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < draws_.size(); ++i) {
+        results_[i].top_ids = top_ids_.data() + at;
+        results_[i].top_logprobs = top_logprobs_.data() + at;
+        at += std::max(0, draws_[i].num_logprobs);
+    }
+}
+
+nb::tuple PlanReader::drawn(const nb::object& scored) const {
+    auto entries = [&](std::size_t begin, std::size_t end) {
+        nb::list list;
+        for (std::size_t draw = begin; draw < end; ++draw) list.append(entry(scored, draw));
+        return nb::tuple(list);
+    };
+    nb::list tokens, logprobs, prompt_logprobs;
+    bool any_scores = false;
+    std::size_t at = 0;
+    for (const Asked& asked : asked_) {
+        const std::size_t first = at + asked.scores;
+        std::size_t end = first + asked.samples;
+        for (int draft = 0; draft < asked.drafts && results_[end - 1].token == tokens_[draws_[end].row]; ++draft) ++end;
+        PyObject* drawn = PyTuple_New(static_cast<Py_ssize_t>(end - first));
+        if (!drawn) throw nb::python_error();
+        for (std::size_t draw = first; draw < end; ++draw)
+            PyTuple_SET_ITEM(drawn, draw - first, PyLong_FromLong(results_[draw].token));
+        tokens.append(nb::steal(drawn));
+        logprobs.append(asked.logprobs ? entries(first, end) : nb::tuple());
+        prompt_logprobs.append(entries(at, first));
+        any_scores |= asked.scores > 0;
+        at = first + asked.samples + asked.drafts;
+    }
+    return nb::make_tuple(nb::tuple(tokens), nb::tuple(logprobs), any_scores ? nb::tuple(prompt_logprobs) : nb::tuple());
+}
+
+nb::object PlanReader::entry(const nb::object& scored, std::size_t draw) const {
+    const DrawResult& result = results_[draw];
+    nb::list best;
+    for (int i = 0; i < draws_[draw].num_logprobs && result.top_ids[i] >= 0; ++i)
+        best.append(nb::make_tuple(result.top_ids[i], result.top_logprobs[i]));
+    return scored(result.token, result.logprob, result.rank, nb::tuple(best));
+}
+
+}  // namespace chairlift
