@@ -212,7 +212,7 @@ CHAIRLIFT_INLINE float weigh(const Tile<T>& tile, float* scores, int begin, int 
         store(scores + key, tile.scaled ? weight * load16(tile.value_scales + key) : weight);
         mass16 = mass16 + weight;
     }
-    const float rescale = exp_one(before - greatest);
+    const float rescale = greatest == before ? 1.0f : exp_one(before - greatest);  // e^0 is 1 to the last bit
     *running_greatest = greatest;
     *mass = *mass * rescale + sum(mass16);
     return rescale;

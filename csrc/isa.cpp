@@ -7,7 +7,29 @@
 #include <sys/auxv.h>
 #endif
 
+#ifdef CHAIRLIFT_HAVE_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace chairlift {
+
+#ifdef CHAIRLIFT_HAVE_AMX
+namespace {
+
+// Whether the processor has tiles of bytes, and the system lets this process use them: it must be asked, since it saves
+// their 8 KiB for each thread that has touched them.
+bool may_use_tiles() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    constexpr unsigned kTilesAndBytes = 1u << 24 | 1u << 25;
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTilesAndBytes) != kTilesAndBytes) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+}  // namespace
+#endif
 
 std::vector<Isa> available_isas() {
     std::vector<Isa> found;
@@ -16,8 +38,13 @@ std::vector<Isa> available_isas() {
 #endif
 #ifdef CHAIRLIFT_HAVE_AVX512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+#ifdef CHAIRLIFT_HAVE_AMX
+        static const bool tiles = may_use_tiles();
+        if (tiles) found.push_back(Isa::amx);
+#endif
         found.push_back(Isa::avx512);
+    }
 #endif
 #ifdef CHAIRLIFT_HAVE_AVX2
     // Every processor with AVX2 also converts f16 (F16C is older, and not a name all compilers know here).
@@ -36,6 +63,7 @@ std::vector<Isa> available_isas() {
 
 const char* isa_name(Isa isa) {
     switch (isa) {
+        case Isa::amx: return "amx";
         case Isa::avx512: return "avx512";
         case Isa::avx2: return "avx2";
         case Isa::neon: return "neon";

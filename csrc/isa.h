@@ -21,13 +21,14 @@
 
 namespace chairlift {
 
-enum class Isa { portable, neon, avx2, avx512 };
+enum class Isa { portable, neon, avx2, avx512, amx };
 
 // The sets that this build contains and this processor runs, best first. Never empty.
 std::vector<Isa> available_isas();
 
 // "portable"; "neon" with dot products of bytes: ARM's servers since 2019; "avx2" with FMA; "avx512" F, BW, DQ, VL and
-// VNNI: servers since 2019, Zen 4 and later.
+// VNNI: servers since 2019, Zen 4 and later; "amx" is that with tiles of bytes: Intel's servers since 2023. The last two
+// give the same bits.
 const char* isa_name(Isa isa);
 
 // "auto" is the best available; throws std::invalid_argument for a name that is unknown or not available here.
@@ -46,6 +47,12 @@ Isa parse_isa(const std::string& name);
     if (isa == Isa::avx512) return avx512::table;
 #else
 #define CHAIRLIFT_SELECT_AVX512(table)
+#endif
+#ifdef CHAIRLIFT_HAVE_AMX
+#define CHAIRLIFT_SELECT_AMX(table) \
+    if (isa == Isa::amx) return amx::table;
+#else
+#define CHAIRLIFT_SELECT_AMX(table)
 #endif
 #ifdef CHAIRLIFT_HAVE_NEON
 #define CHAIRLIFT_SELECT_NEON(table) \
@@ -72,12 +79,16 @@ Isa parse_isa(const std::string& name);
     namespace chairlift::avx512 {            \
     extern const Table table;                \
     }                                        \
+    namespace chairlift::amx {               \
+    extern const Table table;                \
+    }                                        \
     namespace chairlift::neon {              \
     extern const Table table;                \
     }                                        \
     namespace chairlift {                    \
     inline const Table& table([[maybe_unused]] Isa isa) { \
         CHAIRLIFT_SELECT_NEON(table)         \
+        CHAIRLIFT_SELECT_AMX(table)          \
         CHAIRLIFT_SELECT_AVX512(table)       \
         CHAIRLIFT_SELECT_AVX2(table)         \
         return portable::table;              \

@@ -5,18 +5,19 @@
 namespace chairlift {
 namespace {
 
-// Bytes of a row's quantised form; rows start on a cache line so that threads do not share one.
-std::size_t round_up(std::size_t value) { return (value + 63) / 64 * 64; }
-std::size_t value_stride(int cols) { return round_up(cols); }
-std::size_t group_stride(int cols) { return round_up((cols + kGroup - 1) / kGroup * 4 * sizeof(float)) / sizeof(float); }
+// Of a row's values; rows start on a cache line so that threads do not share one.
+std::size_t value_stride(int cols) { return (static_cast<std::size_t>(cols) + 63) / 64 * 64; }
+std::size_t groups_bytes(int cols) { return static_cast<std::size_t>(cols + kGroup - 1) / kGroup * 4 * sizeof(float); }
+int whole_tiles(int rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }  // kernels may read all of a tile
 
 }  // namespace
 
 std::size_t ActBuffer::bytes(int max_rows, int max_cols) {
-    return static_cast<std::size_t>(max_rows) * (value_stride(max_cols) + group_stride(max_cols) * sizeof(float));
+    return static_cast<std::size_t>(whole_tiles(max_rows)) * (value_stride(max_cols) + groups_bytes(max_cols));
 }
 
-ActBuffer::ActBuffer(int max_rows, int max_cols) : storage_(bytes(max_rows, max_cols)), max_rows_(max_rows) {}
+ActBuffer::ActBuffer(int max_rows, int max_cols)
+    : storage_(bytes(max_rows, max_cols)), max_rows_(whole_tiles(max_rows)) {}
 
 ActRows ActBuffer::rows(const float* x, std::size_t x_stride, int rows, int cols) const {
     ActRows view;
@@ -27,7 +28,6 @@ ActRows ActBuffer::rows(const float* x, std::size_t x_stride, int rows, int cols
     view.q = reinterpret_cast<std::int8_t*>(storage_.data());
     view.q_stride = value_stride(cols);
     view.groups = reinterpret_cast<float*>(storage_.data() + static_cast<std::size_t>(max_rows_) * view.q_stride);
-    view.group_stride = group_stride(cols);
     return view;
 }
 
@@ -44,14 +44,15 @@ void matmul(const MatmulKernels& kernels, std::span<const MatmulJob> jobs, const
     // no fewer than 32 rows, so that a panel is used often once it is in the cache.
     const int pieces = pool.size() == 1 ? 1 : 4 * pool.size();
     const int slices = std::clamp(pieces / std::max(panels, 1), 1, std::max(1, x.rows / 32));
+    const int tiles = (x.rows + kRowBlock - 1) / kRowBlock;
     const int grain = std::max(1, panels / pieces);
 
     pool.for_each_piece(std::int64_t{panels} * slices, grain, [&](std::int64_t begin, std::int64_t end) {
         while (begin < end) {
             const int slice = static_cast<int>(begin / panels);
             int panel = static_cast<int>(begin % panels);
-            const int row_begin = static_cast<int>(std::int64_t{x.rows} * slice / slices);
-            const int row_end = static_cast<int>(std::int64_t{x.rows} * (slice + 1) / slices);
+            const int row_begin = tiles * slice / slices * kRowBlock;
+            const int row_end = std::min(x.rows, tiles * (slice + 1) / slices * kRowBlock);
             const MatmulJob* job = jobs.data();
             while (panel >= job->w->panels) panel -= (job++)->w->panels;
             const int count = static_cast<int>(std::min<std::int64_t>(end - begin, job->w->panels - panel));

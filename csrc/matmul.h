@@ -20,19 +20,26 @@
 
 namespace chairlift {
 
-// Activations as the kernels read them: plain data, does not own. Row r starts at x + r * x_stride, q + r * q_stride,
-// group + r * group_stride. The quantised form may be absent if no weight of the product is quantised.
+constexpr int kRowBlock = 16;  // rows whose numbers by group lie side by side
+
+// Activations as the kernels read them: plain data, does not own. Row r starts at x + r * x_stride and q + r * q_stride.
+// The quantised form may be absent if no weight of the product is quantised.
 struct ActRows {
     int rows = 0;
     int cols = 0;
     const float* x = nullptr;
     std::size_t x_stride = 0;
-    // The rest is written by MatmulKernels::quantize_row. Per row: cols int8 values; and per group of 32 four floats:
-    // scale, scale * sum of the values, sum of the values, sum of the first 16 values.
+    // The rest is written by MatmulKernels::quantize_row. Per row: cols int8 values; and per group of 32 four numbers:
+    // scale, scale * sum of the values, sum of the values, sum of the first 16 values. Those of sixteen rows lie side by
+    // side, [block of rows][group][number][row of the block], so that a kernel finds them from one address.
     std::int8_t* q = nullptr;
     std::size_t q_stride = 0;
     float* groups = nullptr;
-    std::size_t group_stride = 0;
+
+    float* groups_of(int row) const {  // the first group's; then 4 * kRowBlock from group to group
+        const std::size_t of_tile = static_cast<std::size_t>(cols / kGroup) * 4 * kRowBlock;
+        return groups + row / kRowBlock * of_tile + row % kRowBlock;
+    }
 };
 
 // Memory for the quantised form of up to `max_rows` rows of up to `max_cols` values.
@@ -57,7 +64,7 @@ struct MatmulKernels {
 
     // Rows [row_begin, row_end) times panels [panel_begin, panel_end):
     //     out[r * out_stride + c] = product (+ bias[c]) (+ out[r * out_stride + c] if accumulate)
-    // for c < w.rows. bias [w.rows] may be null. x.cols must equal w.cols.
+    // for c < w.rows. bias [w.rows] may be null. x.cols must equal w.cols, and row_begin be a multiple of kRowBlock.
     void (*gemm)(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int panel_begin, int panel_end,
                  float* out, std::size_t out_stride, const float* bias, bool accumulate);
 };

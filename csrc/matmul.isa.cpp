@@ -4,6 +4,7 @@
 
 // Everything an inner loop iterates over is known at compile time, so that sums stay in registers.
 #define CHAIRLIFT_UNROLL _Pragma("GCC unroll 16")
+#define CHAIRLIFT_ALWAYS __attribute__((always_inline))
 
 namespace chairlift::CHAIRLIFT_ISA {
 namespace {
@@ -18,8 +19,10 @@ struct Rows {  // of the activations, at the first row of a tile
     const std::int8_t* q;
     std::size_t q_stride;
     const float* groups;
-    std::size_t group_stride;
 };
+
+constexpr int kGroupStep = 4 * kRowBlock;  // from a group's numbers to the next one's
+enum Number { kScale = 0, kScaledSum = kRowBlock, kSum = 2 * kRowBlock, kFirstSum = 3 * kRowBlock };  // of row 0
 
 // Whether the weights of a type come out of multiply_group with their zero taken away.
 constexpr bool multiplied_without_zero(Type type) {
@@ -152,6 +155,32 @@ CHAIRLIFT_INLINE f32x16 load_scales(const std::uint8_t* p) {
     }
 }
 
+// acc += the integer sums of one part of a group, times the scales of row and column.
+template <Type type, int R, class Sums>
+CHAIRLIFT_INLINE void add_products(const std::uint8_t* block, int part, const float* x_group, Sums&& sums,
+                                   f32x16 (&acc)[R]) {
+    constexpr PackedLayout layout = packed_layout(type);
+    const f32x16 scales = load_scales<type>(block + layout.value_bytes() + part * layout.scale_row_bytes());
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) {
+        const float* of_row = x_group + r;
+        f32x16 product = to_float(sums(r));
+        if constexpr (layout.zero != 0 && !multiplied_without_zero(type)) {  // still exact: integers below 2^24
+            const float sum = layout.scale_rows == 1 ? of_row[kSum]
+                : part == 0 ? of_row[kFirstSum] : of_row[kSum] - of_row[kFirstSum];
+            product = fma(broadcast16(sum), broadcast16(-static_cast<float>(layout.zero)), product);
+        }
+        acc[r] = fma(product, broadcast16(of_row[kScale]) * scales, acc[r]);
+    }
+}
+
+template <Type type, int R>
+CHAIRLIFT_INLINE void add_minimums(const std::uint8_t* block, const float* x_group, f32x16 (&acc)[R]) {
+    const f32x16 minimums = load_scales<type>(block + packed_layout(type).minimum_offset());
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) acc[r] = fma(broadcast16(x_group[kScaledSum + r]), minimums, acc[r]);
+}
+
 // R rows by one panel of quantised weights.
 template <Type type, int R>
 void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float (*out)[kPanel]) {
@@ -163,34 +192,91 @@ void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float
 
     const std::int8_t* q = rows.q;
     const float* x_group = rows.groups;
-    for (int k = 0; k < cols; k += kGroup, block += layout.block_bytes(), q += kGroup, x_group += 4) {
+    for (int k = 0; k < cols; k += kGroup, block += layout.block_bytes(), q += kGroup, x_group += kGroupStep) {
         if constexpr (R <= kStreamingRows)
             for (int line = 0; line < layout.block_bytes(); line += 64) prefetch(block + kAhead + line);
         CHAIRLIFT_UNROLL
         for (int part = 0; part < parts; part++) {
             i32x16 sums[R];
             multiply_group<type, R>(block, q, rows.q_stride, part * kQuads / parts, kQuads / parts, sums);
-            const f32x16 scales = load_scales<type>(block + layout.value_bytes() + part * layout.scale_row_bytes());
-            CHAIRLIFT_UNROLL
-            for (int r = 0; r < R; r++) {
-                const float* of_row = x_group + r * rows.group_stride;  // scale, scaled sum, sum, sum of the first half
-                f32x16 product = to_float(sums[r]);
-                if constexpr (layout.zero != 0 && !multiplied_without_zero(type)) {  // still exact: integers below 2^24
-                    const float sum = parts == 1 ? of_row[2] : part == 0 ? of_row[3] : of_row[2] - of_row[3];
-                    product = fma(broadcast16(sum), broadcast16(-static_cast<float>(layout.zero)), product);
-                }
-                acc[r] = fma(product, broadcast16(of_row[0]) * scales, acc[r]);
-            }
-            if constexpr (layout.has_minimum) {
-                const f32x16 minimums = load_scales<type>(block + layout.minimum_offset());
-                CHAIRLIFT_UNROLL
-                for (int r = 0; r < R; r++)
-                    acc[r] = fma(broadcast16(x_group[r * rows.group_stride + 1]), minimums, acc[r]);
-            }
+            add_products<type, R>(block, part, x_group, [&](int r) { return sums[r]; }, acc);
         }
+        if constexpr (layout.has_minimum) add_minimums<type, R>(block, x_group, acc);
     }
     for (int r = 0; r < R; r++) store(out[r], acc[r]);
 }
+
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+
+constexpr int kLeastTiledRows = 9;              // a tile takes as long for fewer
+constexpr int kMostTiledCols = 512 * kGroup;    // of a panel widened to bytes: 256 KiB for each thread
+
+// A panel's values as bytes, quad after quad.
+alignas(64) thread_local std::uint8_t widened[kMostTiledCols * kPanel];
+
+// Where a panel's values are as bytes, and how far apart those of two groups. Nibbles are widened for it.
+struct Bytes {
+    const std::uint8_t* values;
+    std::size_t stride;
+};
+
+template <Type type>
+Bytes bytes_of(const std::uint8_t* panel, int cols) {
+    constexpr PackedLayout layout = packed_layout(type);
+    if constexpr (layout.value_bits == 4) {
+        std::uint8_t *const begin = widened, *out = begin;
+        const std::uint8_t* block = panel;
+        for (int k = 0; k < cols; k += kGroup, block += layout.block_bytes(), out += kQuads * 64) {
+            CHAIRLIFT_UNROLL
+            for (int quad = 0; quad < kQuads; quad += 2) {
+                const i8x64 two = load_quads(block + quad / 2 * 64);
+                store(out + quad * 64, low_nibbles(two));
+                store(out + quad * 64 + 64, high_nibbles(two));
+            }
+        }
+        asm volatile("" ::: "memory");  // the tiles' loads do not say what they read
+        return {begin, kQuads * 64};
+    } else {
+        return {panel, static_cast<std::size_t>(layout.block_bytes())};
+    }
+}
+
+// Sixteen rows by one panel of quantised weights, by tiles; they need not all be there, only readable. The integer sums go through memory, which takes a while: so each is
+// multiplied before the one before it is added up.
+template <Type type>
+void tiled_tile(const TileProducts& tiles, const std::uint8_t* panel, const Bytes& bytes, int cols, const Rows& rows,
+                float (*out)[kPanel]) {
+    constexpr PackedLayout layout = packed_layout(type);
+    constexpr int R = kRowBlock;
+    alignas(64) std::int32_t sums[2][R][16];
+    f32x16 acc[R];
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) acc[r] = zero16();
+
+    const int groups = cols / kGroup;
+    const auto multiply = [&]<int registers>(int group) CHAIRLIFT_ALWAYS {
+        tiles.multiply<registers>(rows.q + group * kGroup, rows.q_stride, bytes.values + group * bytes.stride,
+                                  sums[registers]);
+    };
+    const auto add = [&]<int registers>(int group) CHAIRLIFT_ALWAYS {
+        const std::uint8_t* block = panel + group * layout.block_bytes();
+        const float* x_group = rows.groups + group * kGroupStep;
+        add_products<type, R>(block, 0, x_group, [&](int r) { return load_sums(sums[registers][r]); }, acc);
+        if constexpr (layout.has_minimum) add_minimums<type, R>(block, x_group, acc);
+    };
+    multiply.template operator()<0>(0);
+    for (int group = 0; group < groups; group += 2) {
+        if (group + 1 < groups) multiply.template operator()<1>(group + 1);
+        add.template operator()<0>(group);
+        if (group + 1 == groups) break;
+        if (group + 2 < groups) multiply.template operator()<0>(group + 2);
+        add.template operator()<1>(group + 1);
+    }
+    CHAIRLIFT_UNROLL
+    for (int r = 0; r < R; r++) store(out[r], acc[r]);
+}
+
+#endif
 
 template <Type type>
 CHAIRLIFT_INLINE f32x16 load_floats(const std::uint8_t* panel, std::size_t index) {
@@ -240,6 +326,17 @@ struct Output {
 };
 
 void write_tile(const float (*sums)[kPanel], int rows, const Output& to) {
+    if (to.columns == kPanel) {
+        const f32x16 bias = to.bias ? load16(to.bias) : zero16();
+        for (int r = 0; r < rows; r++) {
+            float* out = to.out + r * to.stride;
+            f32x16 value = load16(sums[r]);
+            if (to.bias) value = value + bias;
+            if (to.accumulate) value = value + load16(out);
+            store(out, value);
+        }
+        return;
+    }
     for (int r = 0; r < rows; r++) {
         float* out = to.out + r * to.stride;
         for (int c = 0; c < to.columns; c++) {
@@ -251,30 +348,78 @@ void write_tile(const float (*sums)[kPanel], int rows, const Output& to) {
     }
 }
 
+// A product of some rows and some panels: what gemm() is asked for.
+struct Product {
+    const MatrixView& w;
+    const ActRows& x;
+    int panel_begin, panel_end;
+    float* out;
+    std::size_t out_stride;
+    const float* bias;
+    bool accumulate;
+
+    Rows rows(int row) const {
+        return {x.x + row * x.x_stride, x.x_stride, x.q + row * x.q_stride, x.q_stride, x.groups_of(row)};
+    }
+    void write(const float (*sums)[kPanel], int row, int count, int panel) const {
+        const int column = panel * kPanel, columns = w.rows - column < kPanel ? w.rows - column : kPanel;
+        write_tile(sums, count, {out + row * out_stride + column, out_stride, bias ? bias + column : nullptr, accumulate,
+                                 columns});
+    }
+};
+
 template <Type type>
-void gemm_of(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int panel_begin, int panel_end,
-             float* out, std::size_t out_stride, const float* bias, bool accumulate) {
-    for (int panel = panel_begin; panel < panel_end; panel++) {
-        const std::uint8_t* weights = w.data + panel * w.panel_bytes;
-        const int column = panel * kPanel;
-        const int columns = w.rows - column < kPanel ? w.rows - column : kPanel;
+void by_rows(const Product& product, int row_begin, int row_end) {
+    alignas(64) float sums[kTileRows][kPanel];
+    for (int panel = product.panel_begin; panel < product.panel_end; panel++) {
         for (int row = row_begin; row < row_end; row += kTileRows) {
-            const Rows rows = {x.x + row * x.x_stride,           x.x_stride,     x.q + row * x.q_stride, x.q_stride,
-                               x.groups + row * x.group_stride, x.group_stride};
             const int count = row_end - row < kTileRows ? row_end - row : kTileRows;
-            alignas(64) float sums[kTileRows][kPanel];
-            tile_of<type, kTileRows>(count, weights, w.cols, rows, sums);
-            write_tile(sums, count, {out + row * out_stride + column, out_stride, bias ? bias + column : nullptr,
-                                     accumulate, columns});
+            const std::uint8_t* weights = product.w.data + panel * product.w.panel_bytes;
+            tile_of<type, kTileRows>(count, weights, product.w.cols, product.rows(row), sums);
+            product.write(sums, row, count, panel);
         }
     }
+}
+
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+
+template <Type type>
+void by_tiles(const Product& product, int row_begin, int row_end) {
+    const TileProducts tiles;
+    alignas(64) float sums[kRowBlock][kPanel];
+    for (int panel = product.panel_begin; panel < product.panel_end; panel++) {
+        const std::uint8_t* weights = product.w.data + panel * product.w.panel_bytes;
+        const Bytes bytes = bytes_of<type>(weights, product.w.cols);
+        for (int row = row_begin; row < row_end; row += kRowBlock) {
+            tiled_tile<type>(tiles, weights, bytes, product.w.cols, product.rows(row), sums);
+            product.write(sums, row, row_end - row < kRowBlock ? row_end - row : kRowBlock, panel);
+        }
+    }
+}
+
+template <Type type>
+constexpr bool suits_tiles = is_quantized(type) && packed_layout(type).scale_rows == 1;
+
+#endif
+
+template <Type type>
+void gemm_of(const Product& product, int row_begin, int row_end) {
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+    if constexpr (suits_tiles<type>) {
+        const int rest = (row_end - row_begin) % kRowBlock;
+        const int tiled = product.w.cols > kMostTiledCols ? row_begin : rest < kLeastTiledRows ? row_end - rest : row_end;
+        if (tiled > row_begin) by_tiles<type>(product, row_begin, tiled);
+        row_begin = tiled;
+    }
+#endif
+    by_rows<type>(product, row_begin, row_end);
 }
 
 void gemm(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int panel_begin, int panel_end, float* out,
           std::size_t out_stride, const float* bias, bool accumulate) {
 #define CHAIRLIFT_CASE(type) \
     case Type::type:         \
-        return gemm_of<Type::type>(w, x, row_begin, row_end, panel_begin, panel_end, out, out_stride, bias, accumulate);
+        return gemm_of<Type::type>({w, x, panel_begin, panel_end, out, out_stride, bias, accumulate}, row_begin, row_end);
     switch (w.type) {
         CHAIRLIFT_CASE(f32)
         CHAIRLIFT_CASE(f16)
@@ -294,8 +439,8 @@ void gemm(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int
 void quantize_row(const ActRows& rows, int row) {
     const float* x = rows.x + row * rows.x_stride;
     std::int8_t* q = rows.q + row * rows.q_stride;
-    float* x_group = rows.groups + row * rows.group_stride;
-    for (int k = 0; k < rows.cols; k += kGroup, x += kGroup, q += kGroup, x_group += 4) {
+    float* x_group = rows.groups_of(row);
+    for (int k = 0; k < rows.cols; k += kGroup, x += kGroup, q += kGroup, x_group += kGroupStep) {
         f32x8 v[4], largest = zero8(), probe = zero8();
         for (int i = 0; i < 4; i++) {
             v[i] = load(x + 8 * i);
@@ -316,10 +461,10 @@ void quantize_row(const ActRows& rows, int row) {
         store(sums, to_float(widen_pairs<1>(multiply_pairs(broadcast_quad(ones), load_bytes(q)))));
         const float first = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         const float both = first + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-        x_group[0] = scale;
-        x_group[1] = scale * both;
-        x_group[2] = both;
-        x_group[3] = first;
+        x_group[kScale] = scale;
+        x_group[kScaledSum] = scale * both;
+        x_group[kSum] = both;
+        x_group[kFirstSum] = first;
     }
 }
 

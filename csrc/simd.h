@@ -21,6 +21,8 @@
 #include "simd_pair.h"
 #elif defined(CHAIRLIFT_ISA_AVX512)
 #include "simd_avx512.h"
+#elif defined(CHAIRLIFT_ISA_AMX)
+#include "simd_amx.h"
 #elif defined(CHAIRLIFT_ISA_NEON)
 #include "simd_neon.h"
 #else
@@ -44,7 +46,8 @@ namespace chairlift::CHAIRLIFT_ISA {
 //   + - * / fma min max below round_even scale sum maximum, as above
 // Products of bytes: where CHAIRLIFT_BYTE_PRODUCTS is defined, i8x64 with zero_sums() load_quads(p) low_nibbles(v)
 // high_nibbles(v) dot(sums, weights, x), and if its weights are signed (CHAIRLIFT_SIGNED_BYTES) less_128(v); else i8x32
-// and i16x16, whose sums matmul.isa.cpp keeps from overflowing.
+// and i16x16, whose sums matmul.isa.cpp keeps from overflowing. Where CHAIRLIFT_TILE_PRODUCTS is defined, also
+// TileProducts, for a whole group of sixteen rows and columns at a time, store(p, i8x64) and load_sums(p).
 
 // The first n < 8 floats; the rest is `fill`.
 CHAIRLIFT_INLINE f32x8 load_first(const float* p, int n, float fill = 0.0f) {

@@ -51,7 +51,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "Most tokens computed in one step. With chunked scheduling a larger budget finishes prompts sooner and delays "
-        "running requests more. Default: 512 when chunked, else max-model-len.",
+        "running requests more. Default: 256 when chunked, else max-model-len.",
     )
     scheduler_policy: str = option(
         "chunked",
@@ -172,7 +172,7 @@ class EngineConfig:
         "of a model need not pack them. What was used longest ago makes room. 0: none.",
     )
     threads: int | None = option(None, "Threads that compute. Default: the processors this process may use.")
-    isa: str = option("auto", "Instruction set of the kernels: auto, avx512, avx2, neon or portable.")
+    isa: str = option("auto", "Instruction set of the kernels: auto, amx, avx512, avx2, neon or portable.")
     seed: int | None = option(None, "Seed of requests that name none. Default: random.")
     debug: bool = option(False, "Check every invariant of the KV manager after each step. Slow.")
 

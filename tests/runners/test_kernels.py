@@ -168,9 +168,9 @@ def test_largest_products_do_not_overflow(type_: str, isa: str, fill: int, signs
     """All values at an end of their range against activations of +-127: sums of 16-bit lanes stay exact."""
     rows, cols = 16, 256
     data = stored(type_, rows, cols, fill=fill)
-    x = np.ones((5, cols), np.float32)
+    x = np.ones((20, cols), np.float32)
     x[:, 1::2] *= 1 if signs == "same" else -1
-    x *= np.array([1, -1, 2, -2, 127], np.float32)[:, None]
+    x *= np.array(4 * [1, -1, 2, -2, 127], np.float32)[:, None]
     weights = oracle_weights(type_, rows, cols, data).astype(np.float64)
     error = np.abs(matmul(x, type_, rows, data, isa) - quantized_activations(x) @ weights.T)
     assert (error <= 1e-5 * np.abs(x).max(1, keepdims=True) * np.abs(weights).sum(1) + 1e-6).all()
@@ -190,14 +190,24 @@ def test_a_row_has_the_same_bits_in_any_batch(type_: str, isa: str) -> None:
             assert_bits_equal(matmul(x[part], type_, rows, data, isa, threads=1 + (m + start) % 3), alone[part])
 
 
-@pytest.mark.skipif("avx512" not in ISAS, reason="needs a processor with AVX-512 and VNNI")
-@each_type
-def test_avx512_gives_the_bits_of_avx2(type_: str) -> None:
-    """Exact integers, and for each column the same roundings in the same order: only how many go at once differs."""
-    rows, cols = 40, 256
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "amx")])
+@pytest.mark.parametrize(
+    ("type_", "cols"),
+    [
+        (type_, cols)
+        for type_ in TYPES
+        for cols in (32, 96, 256, 512 * 32, 512 * 32 + 256)
+        if not type_.endswith("k") or cols % 256 == 0  # whose blocks have 256
+    ],
+)
+def test_wider_instructions_give_the_bits_of_avx2(type_: str, isa: str, cols: int) -> None:
+    """Exact integers, and for each column the same roundings in the same order: only how many go at once differs. Tiles
+    are used from nine rows on, for panels of up to 512 groups, two groups at a time."""
+    rows = 40 if cols < 1000 else 18
     data = stored(type_, rows, cols)
-    x = activations(17, cols)
-    assert_bits_equal(matmul(x, type_, rows, data, "avx512"), matmul(x, type_, rows, data, "avx2"))
+    for m in (3, 8, 9, 17, 31, 40) if cols < 1000 else (27,):
+        x = activations(m, cols)
+        assert_bits_equal(matmul(x, type_, rows, data, isa), matmul(x, type_, rows, data, "avx2"))
 
 
 @each_isa

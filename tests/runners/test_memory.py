@@ -32,8 +32,8 @@ def divide(
 def test_shares_add_up() -> None:
     plan = divide(EngineConfig(max_num_seqs=32))
     assert plan.budget == 900 * MIB
-    assert plan.max_rows == 512
-    assert plan.workspace == 512 * 1024
+    assert plan.max_rows == 256
+    assert plan.workspace == 256 * 1024
     assert plan.kv_cache == plan.num_blocks * BLOCK
     assert plan.num_blocks == 799  # 900 - 100 - 0.5 MiB, in whole blocks
     assert plan.weights + plan.workspace + plan.kv_cache <= plan.budget
@@ -89,7 +89,7 @@ def test_windows_leave_room_for_longer_contexts() -> None:
     assert divide(config, groups=every).max_model_len == 100 // 4 * 16
     with pytest.raises(ConfigError, match=r"needs 101\.0 MiB .*--max-model-len 1216 or less.*--kv-cache-memory 101MiB"):
         divide(replace(config, max_model_len=1217), groups=groups)
-    assert divide(EngineConfig(max_num_seqs=2, max_model_len=1265), groups=groups).num_blocks == 2 * (80 + 3 * (6 + 32))
+    assert divide(EngineConfig(max_num_seqs=2, max_model_len=1265), groups=groups).num_blocks == 2 * (80 + 3 * (6 + 16))
 
 
 def swapped(gib: float, **given: Any) -> memory.MemoryPlan:
@@ -190,7 +190,7 @@ def test_workspace_of_whole_prompts_limits_the_context() -> None:
 
 
 def test_batch_tokens() -> None:
-    assert batch_tokens(EngineConfig(), 8192) == 512
+    assert batch_tokens(EngineConfig(), 8192) == 256
     assert batch_tokens(EngineConfig(max_num_seqs=1000), 8192) == 1000
     assert batch_tokens(EngineConfig(max_num_batched_tokens=16), 8192) == 16
     assert batch_tokens(EngineConfig(scheduler_policy="static"), 8192) == 8192

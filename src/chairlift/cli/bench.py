@@ -58,7 +58,7 @@ def compare(
         int | None, typer.Option(help="Threads that compute. Default: the processors this process may use.")
     ] = None,
     isa: Annotated[
-        str, typer.Option(help="Instruction set of the kernels: auto, avx512, avx2, neon or portable.")
+        str, typer.Option(help="Instruction set of the kernels: auto, amx, avx512, avx2, neon or portable.")
     ] = "auto",
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Memory for the KV cache, e.g. 512MiB. Default: enough to fill every slot.")
@@ -111,7 +111,7 @@ class CaseOptions:
     reps: int = option(1, "Run everything so often, in turns, and take medians.")
     seed: int = option(0, "Seed of the load's lengths and tokens.")
     threads: int | None = option(None, "Threads that compute. Default: the processors this process may use.")
-    isa: str = option("auto", "Instruction set of the kernels: auto, avx512, avx2, neon or portable.")
+    isa: str = option("auto", "Instruction set of the kernels: auto, amx, avx512, avx2, neon or portable.")
     kv_cache_memory: str | None = option(None, "Memory for the KV cache, e.g. 512MiB. Default: as for serve.")
 
 

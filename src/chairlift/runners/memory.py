@@ -18,7 +18,7 @@ from chairlift.runners.groups import KVGroups
 
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_KV_LIMIT = 4 * 2**30
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = 256
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_OF_SELF = Path("/proc/self/cgroup")
 _GIB_DIGITS = 10**4
