@@ -140,7 +140,7 @@ LIMIT_LOOP(wide_float_loop, FLOAT_STEP, "zmm")
 
 void measure_limits([[maybe_unused]] Isa isa, ThreadPool& pool, double seconds) {
 #ifdef CHAIRLIFT_HAVE_AVX2
-    const bool wide = isa == Isa::avx512;
+    const bool wide = isa == Isa::avx512 || isa == Isa::amx;
     const double chains = 12.0 * pool.size();
     if (isa != Isa::portable) {
         std::printf("limit int8 %g\n", rate(pool, chains * 32, seconds, int8_loop));

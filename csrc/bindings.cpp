@@ -129,6 +129,7 @@ KvType parse_kv_type(const std::string& name) {
     throw std::invalid_argument("kv_dtype must be f32, f16 or int8, got " + name);
 }
 
+using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Groups = std::vector<std::vector<int>>;  // the layers that share a block
 
 Type packed_type(const std::optional<std::string>& wanted, Type stored) { return wanted ? parse_type(*wanted) : stored; }
@@ -229,13 +230,18 @@ public:
         return out;
     }
 
-    nb::tuple run(const nb::tuple& items, const nb::tuple& previous, const nb::object& scored) {
+    nb::tuple run(const nb::tuple& items, const nb::tuple& previous, const nb::object& scored,
+                  const std::optional<Logits>& logits) {
         const Busy busy(*this);
-        const StepInput input = reader_.read(items, previous);
+        const StepInput input = reader_.read(items, previous, decoder_.limits());
         check_step(input, decoder_.limits());
+        const std::size_t vocab = decoder_.spec().vocab_size;
+        if (logits && (logits->shape(0) != input.draws.size() || logits->shape(1) != vocab))
+            throw std::invalid_argument("logits must be [" + std::to_string(input.draws.size()) + ", " +
+                                        std::to_string(vocab) + "]");
         {
             nb::gil_scoped_release unlocked;
-            decoder_.step(input, {&reader_.results(), nullptr});
+            decoder_.step(input, {&reader_.results(), logits ? logits->data() : nullptr});
         }
         return reader_.drawn(scored);
     }
@@ -290,7 +296,7 @@ private:
     }
 
     Decoder decoder_;
-    PlanReader reader_{decoder_.spec().vocab_size};
+    PlanReader reader_;
     std::atomic<bool> busy_{false};
     std::vector<Draw> draws_;
     std::vector<DrawResult> results_;
@@ -380,6 +386,7 @@ NB_MODULE(_native, m) {
         .def("cache", &Model::cache)
         .def("step", &Model::step, "tokens"_a.noconvert(), "positions"_a.noconvert(), "item_rows"_a.noconvert(),
              "block_tables"_a.noconvert(), "table_offsets"_a.noconvert(), "sampling"_a, "return_logits"_a = false)
-        .def("run", &Model::run, "items"_a, "previous"_a, "scored"_a)
+        .def("run", &Model::run, "items"_a, "previous"_a, "scored"_a,
+             "logits"_a.noconvert() = nb::none())
         .def("profile", &Model::profile, "reset"_a = false);
 }

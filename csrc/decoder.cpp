@@ -144,8 +144,8 @@ std::size_t Decoder::workspace_bytes(int max_rows, int max_samples) const {
     const Layout layout(*this, max_rows);
     const std::size_t plans = std::size_t(max_rows) * (sizeof(RowRun) + 2 * sizeof(int)) +
                               std::size_t(max_samples) * (sizeof(int) + sizeof(Draw) + sizeof(DrawResult));
-    return layout.size + ActBuffer::bytes(max_rows, layout.most_cols) + pool_.size() * Sampler::bytes(spec_.vocab_size) +
-           plans;
+    return layout.size + ActBuffer::bytes(max_rows, layout.most_cols) + plans +
+           pool_.size() * (Sampler::bytes(spec_.vocab_size) + matmul_.thread_bytes);
 }
 
 void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
@@ -163,6 +163,7 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     ask_for_huge_pages(*cache_memory_);
     ask_for_huge_pages(workspace_);
     std::memset(workspace_.data(), 0, workspace_.size());
+    pool_.run([&](int) { matmul_.prepare_thread(); });
     page_mapper_ = std::jthread(map_pages, cache_memory_->data(), cache_memory_->size());
     auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(workspace_.data() + offset); };
     x_ = at(layout.x);

@@ -36,7 +36,7 @@ struct ActRows {
     std::size_t q_stride = 0;
     float* groups = nullptr;
 
-    float* groups_of(int row) const {  // the first group's; then 4 * kRowBlock from group to group
+    inline __attribute__((always_inline)) float* groups_of(int row) const {  // the first group's; then 4 * kRowBlock from group to group
         const std::size_t of_tile = static_cast<std::size_t>(cols / kGroup) * 4 * kRowBlock;
         return groups + row / kRowBlock * of_tile + row % kRowBlock;
     }
@@ -67,6 +67,10 @@ struct MatmulKernels {
     // for c < w.rows. bias [w.rows] may be null. x.cols must equal w.cols, and row_begin be a multiple of kRowBlock.
     void (*gemm)(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int panel_begin, int panel_end,
                  float* out, std::size_t out_stride, const float* bias, bool accumulate);
+
+    // What each thread that calls gemm needs for itself, and what takes it: called once by each, so that it is there.
+    std::size_t thread_bytes;
+    void (*prepare_thread)();
 };
 
 // One of several products that share their input.

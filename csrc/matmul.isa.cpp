@@ -241,8 +241,8 @@ Bytes bytes_of(const std::uint8_t* panel, int cols) {
     }
 }
 
-// Sixteen rows by one panel of quantised weights, by tiles; they need not all be there, only readable. The integer sums go through memory, which takes a while: so each is
-// multiplied before the one before it is added up.
+// Sixteen rows by one panel of quantised weights, by tiles. (The rows need not all mean something, only be readable.) The
+// integer sums go through memory, which takes a while: so each group is multiplied before the one before it is added up.
 template <Type type>
 void tiled_tile(const TileProducts& tiles, const std::uint8_t* panel, const Bytes& bytes, int cols, const Rows& rows,
                 float (*out)[kPanel]) {
@@ -407,7 +407,8 @@ void gemm_of(const Product& product, int row_begin, int row_end) {
 #ifdef CHAIRLIFT_TILE_PRODUCTS
     if constexpr (suits_tiles<type>) {
         const int rest = (row_end - row_begin) % kRowBlock;
-        const int tiled = product.w.cols > kMostTiledCols ? row_begin : rest < kLeastTiledRows ? row_end - rest : row_end;
+        const bool fits = packed_layout(type).value_bits == 8 || product.w.cols <= kMostTiledCols;
+        const int tiled = !fits ? row_begin : rest < kLeastTiledRows ? row_end - rest : row_end;
         if (tiled > row_begin) by_tiles<type>(product, row_begin, tiled);
         row_begin = tiled;
     }
@@ -468,8 +469,19 @@ void quantize_row(const ActRows& rows, int row) {
     }
 }
 
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+constexpr std::size_t kThreadBytes = sizeof widened;
+void prepare_thread() {
+    volatile std::uint8_t* bytes = widened;
+    for (std::size_t i = 0; i < sizeof widened; i += 4096) bytes[i] = 0;
+}
+#else
+constexpr std::size_t kThreadBytes = 0;
+void prepare_thread() {}
+#endif
+
 }  // namespace
 
-extern const MatmulKernels matmul_kernels = {quantize_row, gemm};
+extern const MatmulKernels matmul_kernels = {quantize_row, gemm, kThreadBytes, prepare_thread};
 
 }  // namespace chairlift::CHAIRLIFT_ISA

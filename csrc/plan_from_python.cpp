@@ -42,8 +42,13 @@ std::int32_t int32(PyObject* number) {
 
 std::int32_t int32(const nb::object& number) { return int32(number.ptr()); }
 
-std::int32_t int32_or(const nb::object& number, std::int32_t otherwise) {
-    return number.is_none() ? otherwise : int32(number);
+// How many of the best tokens are wanted: memory is taken for them before check_step sees the number.
+std::int32_t num_best(const nb::object& number, std::int32_t otherwise) {
+    const std::int32_t value = number.is_none() ? otherwise : int32(number);
+    if (value < -1 || value > kMostLogprobs)
+        throw std::invalid_argument("bad step: num_logprobs " + std::to_string(value) + " is not in -1.." +
+                                    std::to_string(kMostLogprobs));
+    return value;
 }
 
 float real(const nb::object& number) {
@@ -76,7 +81,7 @@ struct PlanReader::Sequence {
         num_prompt = int32(num_prompt_name.of(info));
         draw.index = int32(index_name.of(info));
         draw.seed = uint64(seed_name.of(info));
-        draw.num_logprobs = int32_or(num_logprobs_name.of(info), -1);
+        draw.num_logprobs = num_best(num_logprobs_name.of(info), -1);
         PyObject* given = params.ptr();
         draw.temperature = real(temperature.of(given));
         draw.top_k = std::max(0, int32(top_k.of(given)));
@@ -93,7 +98,7 @@ struct PlanReader::Sequence {
     // Best tokens wanted with each prompt token.
     int num_prompt_logprobs() const {
         static const Name name("prompt_logprobs");
-        return int32_or(name.of(params.ptr()), 0);
+        return num_best(name.of(params.ptr()), 0);
     }
 
     Draw draw;  // what is the same in all draws of the sequence
@@ -101,14 +106,13 @@ struct PlanReader::Sequence {
     int num_prompt = 0, min_tokens = 0;
 };
 
-PlanReader::PlanReader(int vocab_size) : vocab_size_(vocab_size) {}
-
-StepInput PlanReader::read(const nb::tuple& items, const nb::tuple& previous) {
+StepInput PlanReader::read(const nb::tuple& items, const nb::tuple& previous, const StepLimits& limits) {
+    vocab_size_ = limits.vocab_size;
     for (auto* list : {&tokens_, &positions_, &block_tables_, &history_, &bias_ids_, &banned_}) list->clear();
     bias_values_.clear(), draws_.clear(), lists_.clear(), asked_.clear();
     item_rows_.assign(1, 0), table_offsets_.assign(1, 0);
     flattened_ = false;
-    for (std::size_t i = 0; i < items.size(); ++i) read_item(PyTuple_GET_ITEM(items.ptr(), i), previous);
+    for (std::size_t i = 0; i < items.size(); ++i) read_item(PyTuple_GET_ITEM(items.ptr(), i), previous, limits);
     for (std::size_t i = 0; i < draws_.size(); ++i) {
         const Lists& at = lists_[i];
         draws_[i].history = std::span(history_).subspan(at.history, at.history_size);
@@ -120,10 +124,13 @@ StepInput PlanReader::read(const nb::tuple& items, const nb::tuple& previous) {
     return {tokens_, positions_, item_rows_, block_tables_, table_offsets_, draws_};
 }
 
-void PlanReader::read_item(PyObject* item, const nb::tuple& previous) {
+void PlanReader::read_item(PyObject* item, const nb::tuple& previous, const StepLimits& limits) {
     require_tuple(item);
     if (PyTuple_GET_SIZE(item) != kFields) throw nb::type_error("a plan's items must be of type StepItem");
     const int first = static_cast<int>(tokens_.size()), start = int32(field(item, kStart));
+    if (start < 0 || start >= limits.max_positions)
+        throw std::invalid_argument("bad step: position " + std::to_string(start) + " is not in 0.." +
+                                    std::to_string(limits.max_positions - 1));
     append_known(field(item, kTokenIds), previous, tokens_);
     const int end = static_cast<int>(tokens_.size());
     for (int row = first; row < end; ++row) positions_.push_back(start + (row - first));
@@ -134,9 +141,7 @@ void PlanReader::read_item(PyObject* item, const nb::tuple& previous) {
     PyObject* targets = field(item, kPromptTargets);
     require_tuple(targets);
     Asked asked{static_cast<int>(PyTuple_GET_SIZE(targets)), int32(field(item, kNumSamples)), int32(field(item, kNumDrafts)), false};
-    if (asked.samples < 0 || asked.drafts < 0 || (asked.drafts > 0 && (asked.samples != 1 || asked.drafts >= end - first)))
-        throw std::invalid_argument("bad step: " + std::to_string(asked.samples) + " samples and " +
-                                    std::to_string(asked.drafts) + " drafts of " + std::to_string(end - first) + " tokens");
+    check(asked, end - first, limits);
     if (asked.samples + asked.scores > 0) {
         const Sequence sequence(field(item, kSequence));
         asked.logprobs = sequence.draw.num_logprobs >= 0;
@@ -146,6 +151,18 @@ void PlanReader::read_item(PyObject* item, const nb::tuple& previous) {
             add_draws(asked, sequence, last, start + (last - first) + 1, read_lists(field(item, kHistory), sequence, previous));
     }
     asked_.push_back(asked);
+}
+
+void PlanReader::check(const Asked& asked, int tokens, const StepLimits& limits) const {
+    const auto fail = [](const std::string& what) { throw std::invalid_argument("bad step: " + what); };
+    if (asked.scores > tokens)
+        fail(std::to_string(asked.scores) + " tokens to score after " + std::to_string(tokens));
+    if (asked.samples < 0 || asked.drafts < 0 || (asked.drafts > 0 && (asked.samples != 1 || asked.drafts >= tokens)))
+        fail(std::to_string(asked.samples) + " samples and " + std::to_string(asked.drafts) + " drafts of " +
+             std::to_string(tokens) + " tokens");
+    const std::int64_t draws = std::int64_t(draws_.size()) + asked.scores + asked.samples + asked.drafts;
+    if (draws > limits.max_samples)
+        fail(std::to_string(draws) + " draws, and room for " + std::to_string(limits.max_samples) + " was reserved");
 }
 
 // What is scored needs nothing of that which shapes a draw.

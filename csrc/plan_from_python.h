@@ -14,12 +14,11 @@ namespace chairlift {
 
 class PlanReader {
 public:
-    explicit PlanReader(int vocab_size);
-
     // `items` are of the type StepItem (core/plan.py); `previous` are the tokens that the step before drew, by item, for
     // which negative tokens stand. Throws type_error, and std::invalid_argument for a number that means nothing; what
-    // the numbers say is for check_step. The result is good until the next call.
-    StepInput read(const nanobind::tuple& items, const nanobind::tuple& previous);
+    // the numbers say is for check_step, but for those that decide how much there is to read: these keep within `limits`.
+    // The result is good until the next call.
+    StepInput read(const nanobind::tuple& items, const nanobind::tuple& previous, const StepLimits& limits);
 
     // Where the draws of the last plan leave what they find: one result a draw.
     std::vector<DrawResult>& results() { return results_; }
@@ -39,7 +38,8 @@ private:
     };
     struct Sequence;
 
-    void read_item(PyObject* item, const nanobind::tuple& previous);
+    void read_item(PyObject* item, const nanobind::tuple& previous, const StepLimits& limits);
+    void check(const Asked& asked, int tokens, const StepLimits& limits) const;
     void read_scores(PyObject* targets, int first_row, int num_logprobs);
     void add_draws(const Asked& asked, const Sequence& sequence, int row, int position, const Lists& shared);
     Lists read_lists(PyObject* history, const Sequence& sequence, const nanobind::tuple& previous);
@@ -50,7 +50,7 @@ private:
     void make_room_for_results();
     nanobind::object entry(const nanobind::object& scored, std::size_t draw) const;
 
-    const int vocab_size_;
+    int vocab_size_ = 0;
     std::vector<std::int32_t> tokens_, positions_, item_rows_, block_tables_, table_offsets_;
     std::vector<std::int32_t> history_, bias_ids_, banned_, previous_;
     std::vector<float> bias_values_;

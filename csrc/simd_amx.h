@@ -29,7 +29,7 @@ public:
             set(2 + i, 16, 32);  // activations, a row each
             set(4 + i, 8, 64);   // weights, a quad each
         }
-        _tile_loadconfig(&setup);
+        asm volatile("ldtilecfg %0" ::"m"(setup));  // GCC 12's intrinsic claims to read but a part of it
     }
     ~TileProducts() { _tile_release(); }
     TileProducts(const TileProducts&) = delete;

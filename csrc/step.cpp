@@ -54,8 +54,8 @@ void check_draw(const Draw& draw, const StepInput& input, const StepLimits& limi
     check_range("draw's row", draw.row, input.rows());
     if (draw.forced < -1) fail("forced token " + std::to_string(draw.forced));
     if (draw.forced >= 0) check_range("forced token", draw.forced, limits.vocab_size);
-    if (draw.num_logprobs < -1 || draw.num_logprobs > 1024)
-        fail("num_logprobs " + std::to_string(draw.num_logprobs) + " is not in -1..1024");
+    if (draw.num_logprobs < -1 || draw.num_logprobs > kMostLogprobs)
+        fail("num_logprobs " + std::to_string(draw.num_logprobs) + " is not in -1.." + std::to_string(kMostLogprobs));
     if (!(draw.temperature >= 0.0f) || !std::isfinite(draw.temperature)) fail("temperature below 0 or not finite");
     if (!(draw.repetition > 0.0f) || !std::isfinite(draw.repetition)) fail("repetition penalty not above 0");
     if (!std::isfinite(draw.presence) || !std::isfinite(draw.frequency)) fail("penalty not finite");

@@ -19,6 +19,8 @@ struct StepInput {
     int items() const { return static_cast<int>(item_rows.size()) - 1; }
 };
 
+constexpr int kMostLogprobs = 1024;  // best tokens listed with a draw
+
 struct StepLimits {
     int vocab_size = 0;
     int max_positions = 0;

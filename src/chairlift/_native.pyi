@@ -127,12 +127,15 @@ class Model:
         items: tuple[StepItem, ...],
         previous: tuple[tuple[int, ...], ...],
         scored: Callable[[int, float, int, tuple[tuple[int, float], ...]], TokenLogprob],
+        logits: NDArray[np.float32] | None = None,
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[TokenLogprob, ...], ...], tuple[tuple[TokenLogprob, ...], ...]]:
         """The same for the items of a plan: the tokens, logprobs and prompt_logprobs of its `StepResult`.
 
         ``previous`` are the tokens of the step before, for those that were not known when this one was planned.
-        ``scored`` makes a `TokenLogprob` of its fields. TypeError for what is no `StepItem`; ValueError for a token
-        that was never drawn, a number that does not fit 32 bits, and whatever `step` raises it for.
+        ``scored`` makes a `TokenLogprob` of its fields. ``logits`` [draws, vocab] takes the raw logits of each draw:
+        item after item those scored, those sampled, and those of drafts. TypeError for what is no `StepItem`;
+        ValueError for a token that was never drawn, a number that does not fit 32 bits, and whatever `step` raises it
+        for.
         """
 
     def profile(self, reset: bool = False) -> dict[str, float]:

@@ -519,7 +519,7 @@ EVENTS = {
     "swaps": 100,
     "damaged blocks": 50,
     "drafts": 1000,
-    "accepted drafts": 500,
+    "accepted drafts": 300,
     "beam searches": 500,
     "fair": 500,
     "failing": 500,

@@ -46,14 +46,15 @@ def one_torch_thread() -> Iterator[None]:
 class Tap:
     """Stands between a runner and the C++ model and keeps the last step's logits, which a runner does not ask for."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vocab_size: int) -> None:
         self._model = model
+        self._vocab_size = vocab_size
         self.logits = np.zeros((0, 0), np.float32)
 
-    def step(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        out: dict[str, np.ndarray] = self._model.step(*args, **kwargs, return_logits=True)
-        self.logits = out["logits"]
-        return out
+    def run(self, items: tuple[StepItem, ...], *args: Any) -> Any:
+        draws = sum(len(item.prompt_targets) + item.num_samples for item in items)
+        self.logits = np.zeros((draws, self._vocab_size), np.float32)
+        return self._model.run(items, *args, self.logits)
 
 
 class Native:
@@ -75,7 +76,7 @@ class Native:
         )
         self.runner = NativeRunner(checkpoint, config)
         capacity = self.runner.start()
-        self._tap = Tap(self.runner._model)
+        self._tap = Tap(self.runner._model, checkpoint.spec.vocab_size)
         self.runner._model = self._tap  # type: ignore[assignment]
         self._windows = capacity.windows
         self._free = np.random.default_rng(0).permutation(capacity.num_blocks).tolist()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chairlift.core.plan import TokenLogprob
+from chairlift.core.request import SamplingParams, SequenceInfo
 
 BIG = 2**31 - 1
 
@@ -153,13 +154,16 @@ BAD_ITEMS = {
     "history past the vocabulary": (ValueError, {"history": (259,)}),
     "a draw that was never made": (ValueError, {"token_ids": (-3,)}),
     "samples below 0": (ValueError, {"num_samples": -1}),
+    "samples without end": (ValueError, {"num_samples": BIG}),
+    "logprobs without end": (ValueError, {"sequence": SequenceInfo("a", 0, SamplingParams(), 0, 1, num_logprobs=BIG)}),
+    "the last position there is": (ValueError, {"start": BIG, "token_ids": (1, 2)}),
     "drafts below 0": (ValueError, {"num_drafts": -1}),
     "drafts alone": (ValueError, {"num_drafts": 1}),
     "drafts of a chunk": (ValueError, {"token_ids": (1, 2), "num_drafts": 1, "num_samples": 0}),
     "drafts of two samples": (ValueError, {"token_ids": (1, 2), "num_drafts": 1, "num_samples": 2}),
     "a forced token past the vocabulary": (ValueError, {"prompt_targets": (259,)}),
     "a forced token below 0": (ValueError, {"prompt_targets": (-1,)}),
-    "more forced tokens than rows": (ValueError, {"prompt_targets": (1, 2, 3)}),
+    "more forced tokens than rows": (ValueError, {"prompt_targets": (1, 2)}),
     "no params": (AttributeError, {"sequence": None}),
 }
 
@@ -169,8 +173,10 @@ def test_bad_item(tiny: Any, step_item: Any, name: str) -> None:
     """What comes from Python is not trusted either, and the model lives on."""
     error, change = BAD_ITEMS[name]
     good = step_item((1,), block_table=(0, 1))
-    with pytest.raises(error):
-        tiny.model.run((good, good._replace(**change)), ((4,), (5,)), TokenLogprob)
+    bad = good._replace(**change)
+    for items in ((good, bad), (bad, good)):
+        with pytest.raises(error):
+            tiny.model.run(items, ((4,), (5,)), TokenLogprob)
     tokens, logprobs, scores = tiny.model.run((good,), (), TokenLogprob)
     assert [len(row) for row in tokens] == [1] and logprobs == ((),) and scores == ()
 

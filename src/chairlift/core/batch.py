@@ -25,6 +25,7 @@ class Batch:
     items: list[StepItem] = field(default_factory=list)
     requests: list[Request | None] = field(default_factory=list)
     num_draws: int = 0
+    num_drafts: int = 0
     left: int = 0  # of the budget
     work: Work = NO_WORK
     paced: bool = False  # the budget was cut to keep the time between tokens
@@ -53,6 +54,7 @@ class Batch:
         if request.table is None:
             request.table = tuple(request.block_table)
         self.items[i] = item._replace(token_ids=(*item.token_ids, *drafts), block_table=request.table, num_drafts=n)
+        self.num_drafts += n
         self.left -= n
         self.work = self.work.plus(request.num_planned, n)
 
@@ -72,6 +74,7 @@ class Flight:
     plan: StepPlan
     requests: list[Request | None]
     work: Work
+    num_drafts: int = 0
 
     def ignore(self, request: Request) -> None:
         """Whatever is computed for this request is worthless."""

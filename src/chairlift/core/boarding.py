@@ -94,9 +94,22 @@ class Boarding:
             self.preempt(victim, "blocks")
             if victim is request:
                 return False
-        if self._shares:  # for what is now writable, so that a decode is charged once a block
-            self._shares.charge(request, 0, self._chargeable(request))
+        self._charge(request)
         return True
+
+    def spare_room(self, request: Request, n: int) -> int:
+        """How many of the next ``n`` positions a running request may write, and nobody is the worse for it: a block is
+        taken only while there is one for the next token of every other, and nobody counts on blocks to come back."""
+        layout = self._kv.layout
+        plenty = not layout.windowed and self._kv.num_available > len(self.running) * layout.num_groups
+        if request.num_planned + n > request.writable_end and plenty and self._kv.grow(request, n):
+            self._charge(request)
+        return max(0, min(n, request.writable_end - request.num_planned))
+
+    def _charge(self, request: Request) -> None:
+        """For what is now writable, so that a decode is charged once a block."""
+        if self._shares:
+            self._shares.charge(request, 0, self._chargeable(request))
 
     def _chargeable(self, request: Request) -> int:
         """Positions up to the end of its blocks that a sequence will compute if it is not cut short."""

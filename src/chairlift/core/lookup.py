@@ -11,13 +11,17 @@ from collections.abc import Sequence
 NGRAM = 3
 """Tokens that must be the same. Fewer find drafts more often, that are right less often."""
 
+_MOST_PLACES = 4096  # of a sequence, the last ones, or down to half as many
+_MOST_AT_ONCE = 256  # taken in by one call: a long prompt is known after some steps
+
 _PRIOR = 2.0  # drafts that an estimate counts for, before there are any
 _FADING = 0.9  # weight of what was learnt one draft earlier
 _FORGETTING = 0.98  # and one step without a draft earlier, so that it is tried again some day
 
 
 class Lookup:
-    """One sequence's drafts, and how many of them were right lately. Costs a moment for each new token."""
+    """One sequence's drafts, and how many of them were right lately. Costs a moment for each new token, and a hundred
+    bytes for each of the last ones."""
 
     __slots__ = ("_follows", "_known", "_right", "_tried")
 
@@ -30,10 +34,9 @@ class Lookup:
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """The next tokens, if the last ones were seen before: ``most`` of them, or none. The end of the sequence may
         be part of what followed; then it goes on in a circle."""
-        end, follows = len(tokens), self._follows
-        for position in range(self._known, end):
-            follows[tuple(tokens[position - NGRAM : position])] = position
-        self._known = max(end, NGRAM)
+        end = len(tokens)
+        self._learn_places(tokens, end)
+        follows = self._follows
         at = follows.get(tuple(tokens[-NGRAM:]))
         if at is None:
             return []
@@ -41,6 +44,17 @@ class Lookup:
         if most <= period:
             return list(tokens[at : at + most])
         return [tokens[at + i % period] for i in range(most)]
+
+    def _learn_places(self, tokens: Sequence[int], end: int) -> None:
+        follows = self._follows
+        if len(follows) >= _MOST_PLACES:
+            follows.clear()
+            self._known = max(NGRAM, self._known - _MOST_PLACES // 2)
+        first = max(self._known, end - _MOST_PLACES)
+        last = min(end, first + _MOST_AT_ONCE)
+        for position in range(first, last):
+            follows[tuple(tokens[position - NGRAM : position])] = position
+        self._known = max(last, NGRAM)
 
     def likelihood(self, expected: float) -> float:
         """That a draft is right if the one before it is. ``expected`` before anything is known."""

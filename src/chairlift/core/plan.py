@@ -85,7 +85,7 @@ class StepItem(NamedTuple):
 
     @property
     def num_prompt(self) -> int:
-        """Prompt length. Tokens generated up to this item's end: ``start + len(token_ids) - num_prompt``."""
+        """Prompt length. Tokens generated up to this item's end: ``end - num_prompt``."""
         return self.sequence.num_prompt
 
     @property

@@ -21,7 +21,7 @@ EVENTS = {
     "boarded": "it got a slot and KV blocks",
     "swapped in": "it got a slot, and its KV was copied back",
     "chunk": "a piece of its tokens was computed",
-    "decode": "a token a step",
+    "decode": "a token a step, or more with drafts that were right",
     "waits": "it is the next to board, and cannot",
     "preempted": "it lost its slot and its KV, which is computed again later",
     "swapped out": "it lost its slot; its KV was copied away",

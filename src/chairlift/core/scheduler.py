@@ -79,7 +79,7 @@ class Scheduler:
         self.failures = Failures()
         self.sequences = Sequences(self.kv, self.boarding, self.failures, shares, self._tell)
         self.searches = Searches(self.kv, self.boarding, self.sequences)
-        self.speculation = Speculation(settings, self.kv, self.pace)
+        self.speculation = Speculation(settings, self.boarding, self.pace)
         self.planner = Planner(policy, settings, self.boarding, self.searches, self.pace, self.speculation)
         self.wake_at: float | None = None  # the time until which an idle engine waits for more requests
         self._shares = shares
@@ -236,7 +236,7 @@ class Scheduler:
         finished_ids = self.sequences.take_finished_ids()
         plan = StepPlan(self._next_step, tuple(batch.items), self.kv.take_ops(), finished_ids)
         self._next_step += 1
-        self._in_flight.append(Flight(plan, batch.requests, batch.work))
+        self._in_flight.append(Flight(plan, batch.requests, batch.work, batch.num_drafts))
         if self.settings.check:
             self.check()
         return plan
@@ -307,8 +307,8 @@ class Scheduler:
     def _learn(self, flight: Flight, result: StepResult) -> None:
         """What the step says about the time of steps."""
         self._last_tokens, self._last_seconds = flight.work.tokens, result.seconds
-        if flight.work.tokens > len(flight.requests):  # a prompt may be done: the gate may see further now
-            self.boarding.retry()
+        if flight.work.tokens > len(flight.requests) + flight.num_drafts:
+            self.boarding.retry()  # a prompt may be done: the gate may see further now
         self.pace.learn(flight.work, result.seconds - result.swap_seconds)
         swaps = sum(op.kind is not BlockOpKind.COPY for op in flight.plan.block_ops) if result.swap_seconds else 0
         if swaps:

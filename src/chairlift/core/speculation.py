@@ -12,10 +12,10 @@ as much as any other, and only sure drafts are tried, or none.
 
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 
 from chairlift.core.batch import Batch
-from chairlift.core.kv import KVManager
+from chairlift.core.boarding import Boarding
 from chairlift.core.lookup import Lookup
 from chairlift.core.pace import Pace, Work
 from chairlift.core.request import Request
@@ -29,12 +29,12 @@ class Speculation:
     num_drafts, num_accepted: tokens tried, and of those the ones that were right, from the start of the engine.
     """
 
-    def __init__(self, settings: Settings, kv: KVManager, pace: Pace) -> None:
+    def __init__(self, settings: Settings, boarding: Boarding, pace: Pace) -> None:
         self.num_drafts = 0
         self.num_accepted = 0
         self._most = settings.num_speculative_tokens
         self._slo_itl = settings.slo_itl
-        self._kv = kv
+        self._boarding = boarding
         self._pace = pace
         self._all = Lookup()  # of which only the estimate is used: what sequences have in common
 
@@ -46,46 +46,46 @@ class Speculation:
         seconds = self._pace.seconds(batch.work)
         if seconds <= 0.0:
             return
-        rate = len(batch.items) / seconds
+        rate = len(batch.items) / seconds  # tokens a second, without drafts
         for_prompts = batch.left - batch.left // 2
+        limit = self._limit(batch.work)
         for i, request in enumerate(batch.requests):
             if request is None or not request.plain:
                 continue
             most = min(self._most, request.max_len - len(request.token_ids) - 1, batch.left - for_prompts)
-            if most > 0:
-                self._add(batch, i, request, most, rate)
+            row = self._pace.seconds(batch.work.plus(request.num_planned, 1)) - self._pace.seconds(batch.work)
+            if most > 0 and rate * row < 1.0:
+                self._add(batch, i, request, most, rate * row, limit)
+        if not batch.num_drafts:
+            self._all.pass_over()
 
-    def _add(self, batch: Batch, i: int, request: Request, most: int, rate: float) -> None:
-        """``rate``: tokens a second that the step yields without drafts."""
+    def _limit(self, work: Work) -> float:
+        """The time that a step may take with drafts: half of what the target leaves, if prompts want the rest."""
+        if self._slo_itl is None:
+            return inf
+        running = self._boarding.running.values()
+        if not self._boarding.waiting and all(request.num_remaining <= 1 for request in running):
+            return self._slo_itl
+        without = self._pace.safe_seconds(work)
+        return without + max(0.0, self._slo_itl - without) / 2
+
+    def _add(self, batch: Batch, i: int, request: Request, most: int, needed: float, limit: float) -> None:
+        """At most ``most`` that are right with a probability of ``needed``, in a step of ``limit`` seconds."""
         lookup = request.lookup
         if lookup is None:
             lookup = request.lookup = Lookup()
         drafts = lookup.draft(request.token_ids, most)
         if not drafts:
             return
-        start = request.num_planned
-        row = self._pace.seconds(batch.work.plus(start, 1)) - self._pace.seconds(batch.work)
-        most = how_many(lookup.likelihood(self._all.likelihood(_EXPECTED)), rate * row, most)
-        while most and self._too_slow(batch.work.plus(start, most)):
+        most = how_many(lookup.likelihood(self._all.likelihood(_EXPECTED)), needed, most)
+        while most and self._pace.safe_seconds(batch.work.plus(request.num_planned, most)) > limit:
             most -= 1
         if not most:
             lookup.pass_over()
-            self._all.pass_over()
             return
-        most = min(most, self._room(request, most, len(batch.items)))
+        most = self._boarding.spare_room(request, most)
         if most:
             batch.add_drafts(i, request, drafts[:most])
-
-    def _too_slow(self, work: Work) -> bool:
-        return self._slo_itl is not None and self._pace.safe_seconds(work) > self._slo_itl
-
-    def _room(self, request: Request, most: int, decodes: int) -> int:
-        """How many drafts have a place in the cache. For drafts a block is taken only while there is one for the next
-        token of every other sequence, too."""
-        spare = self._kv.num_available > decodes * self._kv.layout.num_groups
-        if request.num_planned + most > request.writable_end and spare:
-            self._kv.grow(request, most)
-        return max(0, request.writable_end - request.num_planned)
 
     def learn(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Of a request's drafts in a step so many were right."""
