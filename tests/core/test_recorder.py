@@ -90,6 +90,17 @@ def test_slots(make_rig: MakeRig, make_request: MakeRequest) -> None:
     assert world.rig.scheduler.stats().binding == ""
 
 
+def test_nothing_binds_when_who_waited_has_gone(make_rig: MakeRig) -> None:
+    """S8: an abort is not followed by a step."""
+    rig = make_rig(max_num_seqs=1)
+    for id in "ab":
+        rig.add(id, 4, max_tokens=5)
+    rig.step()
+    assert rig.scheduler.stats().binding == "slots"
+    rig.abort("b")
+    assert rig.scheduler.stats().binding == ""
+
+
 def test_tokens(make_rig: MakeRig, make_request: MakeRequest) -> None:
     world = World(make_rig(budget=8))
     world.add(make_request("a", 30, max_tokens=2))

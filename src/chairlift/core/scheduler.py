@@ -519,7 +519,7 @@ class Scheduler:
             total_drafts=self.speculation.num_drafts,
             total_accepted_drafts=self.speculation.num_accepted,
             budget=self.planner.budget,
-            binding=self.boarding.binding,
+            binding=self.boarding.binding if self.waiting else "",  # who waited may just have been aborted
         )
 
     def check(self) -> None:
