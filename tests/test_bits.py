@@ -90,7 +90,7 @@ class Bold(Speculation):
         pace = Pace()
         for _ in range(MIN_STEPS):
             pace.learn(Work(1, 1), 1.0)
-        super().__init__(scheduler.settings, scheduler.kv, pace)
+        super().__init__(scheduler.settings, scheduler.boarding, pace)
         pace.seconds = lambda work: 1.0  # type: ignore[method-assign]
 
 
