@@ -20,17 +20,15 @@
 
 namespace chairlift {
 
-constexpr int kRowTile = 16;  // most rows of a unit
-constexpr int kMaxTile = 64;  // most positions of a tile
+constexpr int kRowTile = 32;   // most rows of a unit
+constexpr int kMaxTile = 128;  // most positions of a tile
 
-CHAIRLIFT_ALWAYS_INLINE int first_in_view(int position, int window) {
+CHAIRLIFT_INLINE int first_in_view(int position, int window) {
     return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
 // What is the same for all units of a model. Sizes in floats unless they say bytes.
 struct AttentionShape {
-    static constexpr int kQueriesTogether = 6;  // at most
-
     KvHead head;
     int padded_dim = 0;  // head_dim rounded up to 16
     int group = 0;       // query heads per KV head
@@ -41,11 +39,6 @@ struct AttentionShape {
     std::size_t out_stride = 0;
     float scale = 1.0f;
     float softcap = 0.0f;  // 0: none
-
-    std::size_t scratch_floats() const {
-        const std::size_t queries = std::size_t{kRowTile} * group;
-        return (2 * std::size_t(tile) + 2 * queries) * padded_dim + std::size_t{kQueriesTogether} * tile + 2 * queries;
-    }
 };
 
 struct AttentionUnit {
@@ -60,7 +53,10 @@ struct AttentionUnit {
 };
 
 struct AttentionKernels {
-    // `scratch` has shape.scratch_floats() floats, 64-byte aligned.
+    int (*tile)(const KvHead& head);  // how many positions
+    std::size_t (*scratch_floats)(const AttentionShape& shape);
+
+    // `scratch` has so many floats, 64-byte aligned.
     void (*attend)(const AttentionShape& shape, const AttentionUnit& unit, float* scratch);
 
     // Store head_dim floats as the key or the value at `slot` of a head's keys or values in a block.

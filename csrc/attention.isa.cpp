@@ -1,6 +1,9 @@
-#include "attention.h"
+#include "attention_parts.h"
+#include "half.h"
 
-#include "simd.h"
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+#include "attention_tiles.h"
+#endif
 
 #define CHAIRLIFT_UNROLL _Pragma("GCC unroll 8")
 
@@ -8,10 +11,7 @@ namespace chairlift::CHAIRLIFT_ISA {
 
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
-constexpr int kLanes = 16;                               // positions, or numbers of a value, of a vector
-constexpr int kRuns = kMaxTile / kLanes;                 // of sixteen positions in a tile
-constexpr int kQueries = AttentionShape::kQueriesTogether;
+constexpr int kQueries = 6;                              // at most together
 constexpr int kVectors = kRegisters16 >= 32 ? 4 : 1;     // sums of a query that go together: 6 x 4 of 32 registers, 6 of 8
 
 // The parts of the scratch memory. dim = padded_dim; query = row * group + head.
@@ -32,9 +32,16 @@ struct Tile {
     const T* keys[kRuns];
     const T* values[kRuns];
     std::size_t key_stride, value_stride;  // from one number of the keys to the next, from one value to the next
-    bool scaled;
-    alignas(64) float key_scales[kMaxTile], value_scales[kMaxTile];
+    Scales scales;
 };
+
+// Positions of a tile: its keys or values stay in the first cache.
+CHAIRLIFT_INLINE int vector_tile(int head_dim) { return head_dim <= 128 ? 64 : 32; }
+
+std::size_t vector_scratch(const AttentionShape& shape) {
+    const std::size_t queries = std::size_t{kRowTile} * shape.group;
+    return (2 * shape.tile + 2 * queries) * shape.padded_dim + kQueries * shape.tile + 2 * queries;
+}
 
 CHAIRLIFT_INLINE Work divide(const AttentionShape& shape, float* scratch) {
     const std::size_t dim = shape.padded_dim, queries = std::size_t{kRowTile} * shape.group;
@@ -47,37 +54,6 @@ CHAIRLIFT_INLINE Work divide(const AttentionShape& shape, float* scratch) {
     work.greatest = work.scores + kQueries * shape.tile;
     work.mass = work.greatest + queries;
     return work;
-}
-
-CHAIRLIFT_INLINE f32x16 load_stored(const float* p) { return load16(p); }
-CHAIRLIFT_INLINE f32x16 load_stored(const std::uint16_t* p) { return load16_f16(p); }
-CHAIRLIFT_INLINE f32x16 load_stored(const std::int8_t* p) { return load16_i8(p); }
-
-CHAIRLIFT_INLINE int run_end(int position) { return (position + kLanes - 1) / kLanes; }
-
-CHAIRLIFT_INLINE std::size_t block_at(const AttentionShape& shape, const AttentionUnit& unit, int position) {
-    return unit.table[position / shape.head.block_size * shape.table_stride] * shape.block_bytes;
-}
-
-// body(i, count, block, slot) for the pieces of begin..end of the tile at `start` that lie in one block.
-template <class Body>
-CHAIRLIFT_INLINE void for_pieces(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
-                                 Body&& body) {
-    for (int i = begin, count; i < end; i += count) {
-        const int slot = (start + i) % shape.head.block_size, rest = shape.head.block_size - slot;
-        count = rest < end - i ? rest : end - i;
-        body(i, count, block_at(shape, unit, start + i), slot);
-    }
-}
-
-template <class Numbers>
-CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
-                                  Tile<Numbers>& tile) {
-    for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
-        const std::size_t at = block + shape.head.scale_at(slot);
-        std::memcpy(tile.key_scales + i, unit.keys + at, count * sizeof(float));
-        std::memcpy(tile.value_scales + i, unit.values + at, count * sizeof(float));
-    });
 }
 
 // Positions begin..end of the tile that starts at `start`, where they lie in the cache. Needs whole runs in a block.
@@ -137,24 +113,6 @@ CHAIRLIFT_INLINE void widen_tile(const AttentionShape& shape, const AttentionUni
     });
 }
 
-// Asks for the tile at `start`, the next one to be used: its blocks lie far apart, which the processor cannot foresee.
-// Into the second-level cache: the first level's few miss buffers would fill up, and the work on this tile stand still.
-CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
-    const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
-    const KvHead& head = shape.head;
-    for_pieces(shape, unit, start, 0, end, [&](int, int count, std::size_t block, int slot) {
-        const std::uint8_t *values = unit.values + block + head.value_at(slot), *keys = unit.keys + block;
-        for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(values + byte);
-        if (count == head.block_size) {  // all of the block's keys, in one piece
-            for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(keys + byte);
-        } else {
-            for (int number = 0; number < head.head_dim; ++number)
-                for (std::size_t byte = 0; byte < head.key_at(0, count); byte += 64)
-                    prefetch(keys + head.key_at(number, slot) + byte);
-        }
-    });
-}
-
 // Scores of R queries and the keys of V runs: scores[r * stride + key].
 template <class T, int R, int V>
 CHAIRLIFT_INLINE void score(const float* queries, int dim, const T* const* keys, std::size_t key_stride, int numbers,
@@ -181,41 +139,6 @@ CHAIRLIFT_INLINE void score(const float* queries, int dim, const T* const* keys,
         CHAIRLIFT_UNROLL
         for (int v = 0; v < V; ++v) store(scores + r * stride + v * kLanes, acc[r][v]);
     }
-}
-
-CHAIRLIFT_INLINE float exp_one(float x) {
-    float lanes[8];
-    store(lanes, exp(broadcast(x)));
-    return lanes[0];
-}
-
-// Turns the scores of keys begin..end into weights, and returns the factor for what was summed up before.
-template <class T>
-CHAIRLIFT_INLINE float weigh(const Tile<T>& tile, float* scores, int begin, int end, float cap, float* running_greatest,
-                             float* mass) {
-    const int first = begin / kLanes * kLanes, last = run_end(end) * kLanes;
-    if (tile.scaled)
-        for (int key = first; key < last; key += kLanes)
-            store(scores + key, load16(scores + key) * load16(tile.key_scales + key));
-    if (cap > 0.0f)
-        for (int key = first; key < last; key += kLanes)
-            store(scores + key, broadcast16(cap) * tanh(load16(scores + key) / broadcast16(cap)));
-    for (int key = first; key < begin; ++key) scores[key] = -kInfinity;  // out of view, and may have been anything
-    for (int key = end; key < last; ++key) scores[key] = -kInfinity;
-    f32x16 greatest16 = broadcast16(-kInfinity);
-    for (int key = first; key < last; key += kLanes) greatest16 = max(load16(scores + key), greatest16);
-    const float before = *running_greatest, here = maximum(greatest16);
-    const float greatest = here > before ? here : before;
-    f32x16 mass16 = zero16();
-    for (int key = first; key < last; key += kLanes) {
-        const f32x16 weight = exp(load16(scores + key) - broadcast16(greatest));
-        store(scores + key, tile.scaled ? weight * load16(tile.value_scales + key) : weight);
-        mass16 = mass16 + weight;
-    }
-    const float rescale = greatest == before ? 1.0f : exp_one(before - greatest);  // e^0 is 1 to the last bit
-    *running_greatest = greatest;
-    *mass = *mass * rescale + sum(mass16);
-    return rescale;
 }
 
 // For R queries and V vectors of each, from number i on: sums = sums * rescale + weight of each key * its value, in order.
@@ -262,15 +185,6 @@ CHAIRLIFT_INLINE void add_values(const AttentionShape& shape, const float* weigh
         for (; i < dim; i += kLanes) add_values<T, R, 1>(weights, shape.tile, tile, begin, end, i, rescale, sums, dim);
 }
 
-struct View {
-    int begin, end;  // of a tile, what a query sees of it
-};
-
-CHAIRLIFT_INLINE View view_of(const AttentionShape& shape, const AttentionUnit& unit, int start, int row) {
-    const int position = unit.first_position + row, seen = first_in_view(position, unit.window);
-    return {seen > start ? seen - start : 0, position + 1 - start < shape.tile ? position + 1 - start : shape.tile};
-}
-
 // The tile that begins at `start`, for R queries from `query` on, each of which sees some of it.
 template <class T, int R>
 void add_tile(const AttentionShape& shape, const AttentionUnit& unit, const Work& work, const Tile<T>& tile, int start,
@@ -292,7 +206,7 @@ void add_tile(const AttentionShape& shape, const AttentionUnit& unit, const Work
 
     float rescale[R];
     for (int r = 0; r < R; ++r)
-        rescale[r] = weigh(tile, work.scores + r * shape.tile, views[r].begin, views[r].end, shape.softcap,
+        rescale[r] = weigh(tile.scales, work.scores + r * shape.tile, views[r].begin, views[r].end, shape.softcap,
                            work.greatest + query + r, work.mass + query + r);
 
     float* sums = work.sums + query * dim;
@@ -372,13 +286,13 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
     const int from = first_in_view(unit.first_position, unit.window);  // the later rows begin there or after it
     begin_queries(shape, unit, work);
     const auto with_tiles = [&](auto& tile, auto&& find) {
-        tile.scaled = shape.head.kv == KvType::int8;
+        tile.scales.used = shape.head.kv == KvType::int8;
         for (int start = from / shape.tile * shape.tile; start <= last; start += shape.tile) {
             const int begin = from > start ? from - start : 0;
             const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
             find(start, begin, end);
-            if (tile.scaled) find_scales(shape, unit, start, begin, end, tile);
-            prefetch_tile(shape, unit, start + shape.tile, last);
+            if (tile.scales.used) find_scales(shape, unit, start, begin, end, tile.scales);
+            prefetch_positions(shape, unit, start + shape.tile, shape.tile, last);
             add_tile(shape, unit, work, tile, start);
         }
     };
@@ -392,16 +306,40 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
     end_queries(shape, unit, work);
 }
 
+#ifndef CHAIRLIFT_TILE_PRODUCTS
+void attend_bf16(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+    attend_stored<Bf16>(shape, unit, scratch);
+}
+
+std::size_t bf16_scratch(const AttentionShape& shape) { return vector_scratch(shape); }
+
+CHAIRLIFT_INLINE int bf16_tile(int head_dim) { return vector_tile(head_dim); }
+#endif
+
+int tile(const KvHead& head) {
+    return head.kv == KvType::bf16 ? bf16_tile(head.head_dim) : vector_tile(head.head_dim);
+}
+
 void attend(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
     switch (shape.head.kv) {
         case KvType::f32: return attend_stored<float>(shape, unit, scratch);
         case KvType::f16: return attend_stored<std::uint16_t>(shape, unit, scratch);
+        case KvType::bf16: return attend_bf16(shape, unit, scratch);
         case KvType::int8: return attend_stored<std::int8_t>(shape, unit, scratch);
     }
 }
 
+std::size_t scratch_floats(const AttentionShape& shape) {
+    return shape.head.kv == KvType::bf16 ? bf16_scratch(shape) : vector_scratch(shape);
+}
+
 CHAIRLIFT_INLINE void narrow(f32x8 v, float, float* out) { store(out, v); }
 CHAIRLIFT_INLINE void narrow(f32x8 v, float, std::uint16_t* out) { store_f16(out, v); }
+CHAIRLIFT_INLINE void narrow(f32x8 v, float, Bf16* out) {
+    float lanes[8];
+    store(lanes, v);
+    for (int i = 0; i < 8; ++i) out[i].bits = bf16_from_float(lanes[i]);
+}
 CHAIRLIFT_INLINE void narrow(f32x8 v, float inverse, std::int8_t* out) {
     inverse == 0.0f ? store_i8(out, zero8()) : store_i8(out, v * broadcast(inverse));  // v may not be finite
 }
@@ -442,6 +380,7 @@ CHAIRLIFT_INLINE void store_vector(const KvHead& head, const float* x, int slot,
     switch (head.kv) {
         case KvType::f32: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<float*>(out), stride);
         case KvType::f16: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<std::uint16_t*>(out), stride);
+        case KvType::bf16: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<Bf16*>(out), stride);
         case KvType::int8:
             scale = byte_scale(x, head.head_dim, &inverse);
             store_numbers(x, head.head_dim, inverse, reinterpret_cast<std::int8_t*>(out), stride);
@@ -459,6 +398,6 @@ void store_value(const KvHead& head, const float* value, int slot, std::uint8_t*
 
 }  // namespace
 
-extern const AttentionKernels attention_kernels = {attend, store_key, store_value};
+extern const AttentionKernels attention_kernels = {tile, scratch_floats, attend, store_key, store_value};
 
 }  // namespace chairlift::CHAIRLIFT_ISA

@@ -125,8 +125,9 @@ struct DrawColumns {
 KvType parse_kv_type(const std::string& name) {
     if (name == "f32") return KvType::f32;
     if (name == "f16") return KvType::f16;
+    if (name == "bf16") return KvType::bf16;
     if (name == "int8") return KvType::int8;
-    throw std::invalid_argument("kv_dtype must be f32, f16 or int8, got " + name);
+    throw std::invalid_argument("kv_dtype must be f32, f16, bf16 or int8, got " + name);
 }
 
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -176,8 +177,8 @@ public:
     std::size_t kv_block_bytes(int block_size, const std::string& kv_dtype, const Groups& groups) const {
         return CacheShape(decoder_.spec(), groups, 1, block_size, parse_kv_type(kv_dtype)).block_bytes;
     }
-    std::size_t workspace_bytes(int max_rows, int max_samples) const {
-        return decoder_.workspace_bytes(max_rows, max_samples);
+    std::size_t workspace_bytes(int max_rows, int max_samples, const std::string& kv_dtype) const {
+        return decoder_.workspace_bytes(max_rows, max_samples, parse_kv_type(kv_dtype));
     }
 
     void reserve(int num_blocks, int block_size, const std::string& kv_dtype, const Groups& groups, int max_rows,
@@ -380,7 +381,7 @@ NB_MODULE(_native, m) {
         .def("finalize", &Model::finalize)
         .def_prop_ro("weight_bytes", &Model::weight_bytes)
         .def("kv_block_bytes", &Model::kv_block_bytes, "block_size"_a, "kv_dtype"_a, "groups"_a)
-        .def("workspace_bytes", &Model::workspace_bytes, "max_rows"_a, "max_samples"_a)
+        .def("workspace_bytes", &Model::workspace_bytes, "max_rows"_a, "max_samples"_a, "kv_dtype"_a)
         .def("reserve", &Model::reserve, "num_blocks"_a, "block_size"_a, "kv_dtype"_a, "groups"_a, "max_rows"_a,
              "max_samples"_a)
         .def("cache", &Model::cache)

@@ -72,7 +72,7 @@ struct Decoder::Layout {
     std::size_t x, y, qkv, attended, gate, up, cosines[2], sines[2], logits, scratch, scratch_stride;
     int most_cols;
 
-    Layout(const Decoder& decoder, std::size_t rows) {
+    Layout(const Decoder& decoder, const AttentionShape& attention, std::size_t rows) {
         const DecoderSpec& spec = decoder.spec_;
         const std::size_t q = spec.q_size(), kv = spec.kv_size();
         x = floats(rows * spec.hidden_size);
@@ -87,7 +87,7 @@ struct Decoder::Layout {
             sines[i] = floats(rows * pairs[i]);
         }
         logits = floats(std::size_t(decoder.logit_rows(static_cast<int>(rows))) * spec.vocab_size);
-        scratch_stride = (decoder.attention_shape_.scratch_floats() + 15) / 16 * 16;
+        scratch_stride = (decoder.attention_.scratch_floats(attention) + 15) / 16 * 16;
         scratch = floats(scratch_stride * decoder.pool_.size());
         most_cols = std::max({spec.hidden_size, static_cast<int>(q), spec.ffn_size});
     }
@@ -101,14 +101,6 @@ Decoder::Decoder(DecoderSpec spec, int threads, Isa isa)
       attention_(attention_kernels(isa)),
       pool_(threads),
       weights_(spec_) {
-    attention_shape_.head.head_dim = spec_.head_dim;
-    attention_shape_.padded_dim = round_up(spec_.head_dim, 16);
-    attention_shape_.group = spec_.group();
-    attention_shape_.tile = spec_.head_dim <= 128 ? 64 : 32;  // keys or values of a tile stay in the first cache
-    attention_shape_.scale = spec_.attn_scale;
-    attention_shape_.softcap = spec_.attn_softcap;
-    attention_shape_.q_stride = spec_.q_size() + 2 * spec_.kv_size();
-    attention_shape_.out_stride = spec_.q_size();
     rope_.inv_freq = inverse_frequencies(spec_.rope);
     rope_local_.inv_freq = inverse_frequencies(spec_.rope_local);
 }
@@ -139,9 +131,22 @@ int Decoder::logit_rows(int max_rows) const {
     return std::min(max_rows, static_cast<int>(std::clamp<std::size_t>(rows, kLogitRowsLeast, 1 << 16)));
 }
 
-std::size_t Decoder::workspace_bytes(int max_rows, int max_samples) const {
+AttentionShape Decoder::attention_shape(const KvHead& head) const {
+    AttentionShape shape;
+    shape.head = head;
+    shape.padded_dim = round_up(spec_.head_dim, 16);
+    shape.group = spec_.group();
+    shape.tile = attention_.tile(head);
+    shape.scale = spec_.attn_scale;
+    shape.softcap = spec_.attn_softcap;
+    shape.q_stride = spec_.q_size() + 2 * spec_.kv_size();
+    shape.out_stride = spec_.q_size();
+    return shape;
+}
+
+std::size_t Decoder::workspace_bytes(int max_rows, int max_samples, KvType kv) const {
     if (max_rows < 1 || max_samples < 0) throw std::invalid_argument("max_rows must be at least 1, max_samples 0");
-    const Layout layout(*this, max_rows);
+    const Layout layout(*this, attention_shape({spec_.head_dim, 1, kv}), max_rows);
     const std::size_t plans = std::size_t(max_rows) * (sizeof(RowRun) + 2 * sizeof(int)) +
                               std::size_t(max_samples) * (sizeof(int) + sizeof(Draw) + sizeof(DrawResult));
     return layout.size + ActBuffer::bytes(max_rows, layout.most_cols) + plans +
@@ -156,7 +161,10 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     page_mapper_ = {};
     cache_memory_ = {};
     workspace_ = {};
-    const Layout layout(*this, max_rows);
+    attention_shape_ = attention_shape(cache.head);
+    attention_shape_.block_bytes = cache.block_bytes;
+    attention_shape_.table_stride = static_cast<int>(cache.windows.size());
+    const Layout layout(*this, attention_shape_, max_rows);
     cache_memory_ = std::make_shared<AlignedBuffer>(cache.block_bytes * cache.num_blocks);
     workspace_ = AlignedBuffer(layout.size);
     activations_ = ActBuffer(max_rows, layout.most_cols);
@@ -189,9 +197,6 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     draw_order_.reserve(max_samples);
 
     cache_ = cache;
-    attention_shape_.head = cache.head;
-    attention_shape_.block_bytes = cache.block_bytes;
-    attention_shape_.table_stride = static_cast<int>(cache.windows.size());
     limits_ = {spec_.vocab_size, spec_.max_positions, cache.num_blocks, cache.head.block_size,
                cache.windows,    max_rows,            max_samples};
 }

@@ -51,7 +51,7 @@ public:
     std::size_t weight_bytes() const { return weights_.bytes(); }
     const WeightImage& packed() const { return weights_.image(); }
     std::uint64_t packed_checksum() { return weights_.image().checksum(pool_); }
-    std::size_t workspace_bytes(int max_rows, int max_samples) const;
+    std::size_t workspace_bytes(int max_rows, int max_samples, KvType kv) const;
 
     // Allocates everything that a step needs. The pages of the cache are mapped in the background. Throws std::bad_alloc.
     void reserve(const CacheShape& cache, int max_rows, int max_samples);
@@ -80,6 +80,7 @@ private:
     struct Pass;  // one step in progress
 
     int logit_rows(int max_rows) const;
+    AttentionShape attention_shape(const KvHead& head) const;  // but for what depends on the blocks
     void plan_rows(const StepInput& input);
     void plan_draws(const StepInput& input);
 

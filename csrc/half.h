@@ -4,25 +4,27 @@
 #include <cstdint>
 #include <cstring>
 
+#include "inline.h"
+
 namespace chairlift {
 
-inline __attribute__((always_inline)) float float_from_bits(std::uint32_t bits) {
+CHAIRLIFT_INLINE float float_from_bits(std::uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);
     return x;
 }
 
-inline __attribute__((always_inline)) std::uint32_t bits_from_float(float x) {
+CHAIRLIFT_INLINE std::uint32_t bits_from_float(float x) {
     std::uint32_t bits;
     std::memcpy(&bits, &x, 4);
     return bits;
 }
 
-inline __attribute__((always_inline)) float float_from_bf16(std::uint16_t h) {
+CHAIRLIFT_INLINE float float_from_bf16(std::uint16_t h) {
     return float_from_bits(static_cast<std::uint32_t>(h) << 16);
 }
 
-inline __attribute__((always_inline)) float float_from_f16(std::uint16_t h) {
+CHAIRLIFT_INLINE float float_from_f16(std::uint16_t h) {
     const std::uint32_t sign = (h & 0x8000u) << 16;
     const std::uint32_t magnitude = (h & 0x7fffu) << 13;
     if (magnitude >= (0x7c00u << 13)) return float_from_bits(sign | magnitude | 0x7f800000u);  // infinity, NaN
@@ -31,7 +33,14 @@ inline __attribute__((always_inline)) float float_from_f16(std::uint16_t h) {
 }
 
 // To nearest, ties to even, as hardware does.
-inline __attribute__((always_inline)) std::uint16_t f16_from_float(float x) {
+CHAIRLIFT_INLINE std::uint16_t bf16_from_float(float x) {
+    const std::uint32_t bits = bits_from_float(x);
+    const std::uint32_t nearest = bits + 0x7fffu + ((bits >> 16) & 1u);  // a carry goes into the exponent, up to infinity
+    return static_cast<std::uint16_t>((x == x ? nearest : bits | 0x400000u) >> 16);
+}
+
+// The same.
+CHAIRLIFT_INLINE std::uint16_t f16_from_float(float x) {
     std::uint32_t bits = bits_from_float(x);
     const std::uint32_t sign = (bits >> 16) & 0x8000u;
     bits &= 0x7fffffffu;

@@ -18,13 +18,13 @@ namespace chairlift {
 #ifdef CHAIRLIFT_HAVE_AMX
 namespace {
 
-// Whether the processor has tiles of bytes, and the system lets this process use them: it must be asked, since it saves
-// their 8 KiB for each thread that has touched them.
+// Whether the processor has tiles of bytes and bf16, and the system lets this process use them: it must be asked, since
+// it saves their 8 KiB for each thread that has touched them.
 bool may_use_tiles() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    constexpr unsigned kTilesAndBytes = 1u << 24 | 1u << 25;
+    constexpr unsigned kTiles = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, bytes
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTilesAndBytes) != kTilesAndBytes) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTiles) != kTiles) return false;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 

@@ -27,8 +27,8 @@ enum class Isa { portable, neon, avx2, avx512, amx };
 std::vector<Isa> available_isas();
 
 // "portable"; "neon" with dot products of bytes: ARM's servers since 2019; "avx2" with FMA; "avx512" F, BW, DQ, VL and
-// VNNI: servers since 2019, Zen 4 and later; "amx" is that with tiles of bytes: Intel's servers since 2023. Matrix
-// products have the same bits with the last three.
+// VNNI: servers since 2019, Zen 4 and later; "amx" is that with tiles of bytes and bf16: Intel's servers since
+// 2023. Matrix products have the same bits with the last three.
 const char* isa_name(Isa isa);
 
 // "auto" is the best available; throws std::invalid_argument for a name that is unknown or not available here.

@@ -16,13 +16,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "inline.h"
 #include "spec.h"
-
-#define CHAIRLIFT_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace chairlift {
 
-enum class KvType { f32, f16, int8 };
+enum class KvType { f32, f16, bf16, int8 };
 
 // One head's keys, or values, within a block. Offsets are in bytes. Always inlined, since the kernels of every instruction
 // set use it (isa.h).
@@ -31,15 +30,15 @@ struct KvHead {
     int block_size = 0;  // positions
     KvType kv = KvType::f32;
 
-    CHAIRLIFT_ALWAYS_INLINE std::size_t number_bytes() const { return kv == KvType::f32 ? 4 : kv == KvType::f16 ? 2 : 1; }
-    CHAIRLIFT_ALWAYS_INLINE std::size_t key_at(int number, int slot) const {
+    CHAIRLIFT_INLINE std::size_t number_bytes() const { return kv == KvType::f32 ? 4 : kv == KvType::int8 ? 1 : 2; }
+    CHAIRLIFT_INLINE std::size_t key_at(int number, int slot) const {
         return (std::size_t(number) * block_size + slot) * number_bytes();
     }
-    CHAIRLIFT_ALWAYS_INLINE std::size_t value_at(int slot) const { return std::size_t(slot) * head_dim * number_bytes(); }
-    CHAIRLIFT_ALWAYS_INLINE std::size_t scale_at(int slot) const {
+    CHAIRLIFT_INLINE std::size_t value_at(int slot) const { return std::size_t(slot) * head_dim * number_bytes(); }
+    CHAIRLIFT_INLINE std::size_t scale_at(int slot) const {
         return std::size_t(block_size) * head_dim * number_bytes() + std::size_t(slot) * sizeof(float);
     }
-    CHAIRLIFT_ALWAYS_INLINE std::size_t bytes() const { return scale_at(kv == KvType::int8 ? block_size : 0); }
+    CHAIRLIFT_INLINE std::size_t bytes() const { return scale_at(kv == KvType::int8 ? block_size : 0); }
 };
 
 struct CacheShape {

@@ -15,6 +15,7 @@
 #include <span>
 
 #include "formats.h"
+#include "inline.h"
 #include "isa.h"
 #include "threads.h"
 
@@ -36,7 +37,7 @@ struct ActRows {
     std::size_t q_stride = 0;
     float* groups = nullptr;
 
-    inline __attribute__((always_inline)) float* groups_of(int row) const {  // the first group's; then 4 * kRowBlock from group to group
+    CHAIRLIFT_INLINE float* groups_of(int row) const {  // the first group's; then 4 * kRowBlock from group to group
         const std::size_t of_tile = static_cast<std::size_t>(cols / kGroup) * 4 * kRowBlock;
         return groups + row / kRowBlock * of_tile + row % kRowBlock;
     }

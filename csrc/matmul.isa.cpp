@@ -4,7 +4,6 @@
 
 // Everything an inner loop iterates over is known at compile time, so that sums stay in registers.
 #define CHAIRLIFT_UNROLL _Pragma("GCC unroll 16")
-#define CHAIRLIFT_ALWAYS __attribute__((always_inline))
 
 namespace chairlift::CHAIRLIFT_ISA {
 namespace {
@@ -211,6 +210,10 @@ void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float
 constexpr int kLeastTiledRows = 9;              // a tile takes as long for fewer
 constexpr int kMostTiledCols = 512 * kGroup;    // of a panel widened to bytes: 256 KiB for each thread
 
+// Registers, two of each so that one group need not wait for another: activations by rows, weights by quads.
+enum Register { kSums = 0, kActivations = 2, kWeights = 4 };
+constexpr TileRegisters::Size kTiles[8] = {{16, 64}, {16, 64}, {16, kGroup}, {16, kGroup}, {kQuads, 64}, {kQuads, 64}};
+
 // A panel's values as bytes, quad after quad.
 alignas(64) thread_local std::uint8_t widened[kMostTiledCols * kPanel];
 
@@ -234,7 +237,6 @@ Bytes bytes_of(const std::uint8_t* panel, int cols) {
                 store(out + quad * 64 + 64, high_nibbles(two));
             }
         }
-        asm volatile("" ::: "memory");  // the tiles' loads do not say what they read
         return {begin, kQuads * 64};
     } else {
         return {panel, static_cast<std::size_t>(layout.block_bytes())};
@@ -244,7 +246,7 @@ Bytes bytes_of(const std::uint8_t* panel, int cols) {
 // Sixteen rows by one panel of quantised weights, by tiles. (The rows need not all mean something, only be readable.) The
 // integer sums go through memory, which takes a while: so each group is multiplied before the one before it is added up.
 template <Type type>
-void tiled_tile(const TileProducts& tiles, const std::uint8_t* panel, const Bytes& bytes, int cols, const Rows& rows,
+void tiled_tile(const TileRegisters& tiles, const std::uint8_t* panel, const Bytes& bytes, int cols, const Rows& rows,
                 float (*out)[kPanel]) {
     constexpr PackedLayout layout = packed_layout(type);
     constexpr int R = kRowBlock;
@@ -255,8 +257,12 @@ void tiled_tile(const TileProducts& tiles, const std::uint8_t* panel, const Byte
 
     const int groups = cols / kGroup;
     const auto multiply = [&]<int registers>(int group) CHAIRLIFT_ALWAYS {
-        tiles.multiply<registers>(rows.q + group * kGroup, rows.q_stride, bytes.values + group * bytes.stride,
-                                  sums[registers]);
+        constexpr int out = kSums + registers, x = kActivations + registers, weights = kWeights + registers;
+        tiles.load<x>(rows.q + group * kGroup, rows.q_stride);
+        tiles.load<weights>(bytes.values + group * bytes.stride, 64);
+        tiles.clear<out>();
+        tiles.multiply_bytes<out, x, weights>();
+        tiles.store<out>(sums[registers], 64);
     };
     const auto add = [&]<int registers>(int group) CHAIRLIFT_ALWAYS {
         const std::uint8_t* block = panel + group * layout.block_bytes();
@@ -385,7 +391,7 @@ void by_rows(const Product& product, int row_begin, int row_end) {
 
 template <Type type>
 void by_tiles(const Product& product, int row_begin, int row_end) {
-    const TileProducts tiles;
+    const TileRegisters tiles(kTiles);
     alignas(64) float sums[kRowBlock][kPanel];
     for (int panel = product.panel_begin; panel < product.panel_end; panel++) {
         const std::uint8_t* weights = product.w.data + panel * product.w.panel_bytes;

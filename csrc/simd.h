@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
-#define CHAIRLIFT_INLINE inline __attribute__((always_inline))
+#include "inline.h"
 
 #if defined(CHAIRLIFT_ISA_AVX2)
 #include "simd_avx2.h"
@@ -47,7 +47,7 @@ namespace chairlift::CHAIRLIFT_ISA {
 // Products of bytes: where CHAIRLIFT_BYTE_PRODUCTS is defined, i8x64 with zero_sums() load_quads(p) low_nibbles(v)
 // high_nibbles(v) dot(sums, weights, x), and if its weights are signed (CHAIRLIFT_SIGNED_BYTES) less_128(v); else i8x32
 // and i16x16, whose sums matmul.isa.cpp keeps from overflowing. Where CHAIRLIFT_TILE_PRODUCTS is defined, also
-// TileProducts, for a whole group of sixteen rows and columns at a time, store(p, i8x64) and load_sums(p).
+// TileRegisters, for sixteen rows and columns at a time, store(p, i8x64) and load_sums(p); and for attention bf16x32.
 
 // The first n < 8 floats; the rest is `fill`.
 CHAIRLIFT_INLINE f32x8 load_first(const float* p, int n, float fill = 0.0f) {

@@ -72,9 +72,9 @@ class Model:
     @property
     def weight_bytes(self) -> int: ...
     def kv_block_bytes(self, block_size: int, kv_dtype: str, groups: Sequence[Sequence[int]]) -> int:
-        """Bytes of one KV block; kv_dtype is "f32", "f16" or "int8", and the arguments are those of `reserve`."""
+        """Bytes of one KV block; kv_dtype is "f32", "f16", "bf16" or "int8"; the arguments are those of `reserve`."""
 
-    def workspace_bytes(self, max_rows: int, max_samples: int) -> int: ...
+    def workspace_bytes(self, max_rows: int, max_samples: int, kv_dtype: str) -> int: ...
     def reserve(
         self,
         num_blocks: int,

@@ -151,10 +151,10 @@ class EngineConfig:
         "Share of the device's memory for everything. On a CPU: of the memory free at start and allowed by the cgroup. "
         "Default 0.9. Not together with kv-cache-memory.",
     )
-    kv_cache_dtype: Literal["auto", "f16", "f32", "int8"] = option(
+    kv_cache_dtype: Literal["auto", "f16", "bf16", "f32", "int8"] = option(
         "auto",
-        "auto is f16. int8 halves the memory of the cache, for more or longer requests, and loses some precision; f32 "
-        "doubles it.",
+        "auto is bf16 with the instruction set amx, whose tiles multiply it, and f16 with all others. int8 halves the "
+        "memory of the cache, for more or longer requests, and loses some precision; f32 doubles it.",
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV of equal prompt beginnings. Costs next to nothing.")
     weights: Literal["auto", "f32"] = option(

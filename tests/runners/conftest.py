@@ -69,6 +69,14 @@ SPECS: dict[str, DecoderSpec] = {
     "wide": dataclasses.replace(  # more numbers and queries a head than go together
         LLAMA, num_layers=1, num_heads=7, num_kv_heads=1, head_dim=80, rope=RopeSpec(theta=1e4, dims=80, style="half")
     ),
+    "even": dataclasses.replace(  # all is a multiple of 32, as with most models
+        LLAMA,
+        num_heads=6,
+        head_dim=64,
+        rope=RopeSpec(theta=1e4, dims=64, style="half"),
+        attn_scale=0.125,
+        layer_windows=(40, 0),
+    ),
     "odd": dataclasses.replace(  # nothing is a multiple of 8; only a part of a head is rotated
         LLAMA,
         vocab_size=37,
@@ -130,8 +138,13 @@ def _rotate(x: NDArray[Any], rope: RopeSpec) -> NDArray[Any]:
     return out
 
 
-def reference_logits(spec: DecoderSpec, weights: dict[str, NDArray[Any]], tokens: Sequence[int]) -> NDArray[np.float64]:
-    """[T, vocab] logits of a sequence, in float64, by the definition."""
+def reference_logits(
+    spec: DecoderSpec,
+    weights: dict[str, NDArray[Any]],
+    tokens: Sequence[int],
+    stored: Callable[[NDArray[Any]], NDArray[Any]] = lambda values: values,
+) -> NDArray[np.float64]:
+    """[T, vocab] logits of a sequence, in float64, by the definition; keys and values as they are ``stored``."""
     w = {name: values.astype(np.float64) for name, values in weights.items()}
     count, heads, kv_heads, dim = len(tokens), spec.num_heads, spec.num_kv_heads, spec.head_dim
     windows = spec.layer_windows or (0,) * spec.num_layers
@@ -153,7 +166,7 @@ def reference_logits(spec: DecoderSpec, weights: dict[str, NDArray[Any]], tokens
         if spec.qk_norm:
             q = _rms_norm(q, w[at + "q_norm"], spec.norm_eps)
             k = _rms_norm(k, w[at + "k_norm"], spec.norm_eps)
-        k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (_rotate(k, rope), v))
+        k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (stored(_rotate(k, rope)), stored(v)))
         scores = cap(np.einsum("thd,shd->hts", _rotate(q, rope), k) * spec.attn_scale, spec.attn_softcap)
         age = np.arange(count)[:, None] - np.arange(count)
         seen = (age >= 0) & (age < (windows[i] or count))

@@ -11,10 +11,18 @@ from chairlift import _native
 from chairlift.runners.groups import KVGroups
 
 SAMPLED = {"temperature": 0.9, "seed": 77, "num_logprobs": 3, "top_p": 0.95}
-LENGTH = 139  # three tiles of attention
+LENGTH = 171  # more than one tile of attention, whatever its size
 BLOCKS = -(-LENGTH // 16)
-TABLE = [9, 3, 30, 1, 22, 40, 8, 17, 5]  # of blocks of 16, in no order
-VARIANTS = [("llama", False), ("llama", True), ("gemma", False), ("gemma", True), ("odd", False), ("wide", False)]
+TABLE = [9, 3, 30, 1, 22, 40, 8, 17, 5, 60, 33]  # of blocks of 16, in no order
+VARIANTS = [
+    ("llama", False),
+    ("llama", True),
+    ("gemma", False),
+    ("gemma", True),
+    ("odd", False),
+    ("wide", False),
+    ("even", False),
+]
 
 
 def random_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
@@ -74,7 +82,7 @@ def alone(build: Any, item: Any) -> Any:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("chunks", [[LENGTH], [3], [7, 1], [16], [40, 2]], ids=str)
-@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize(("name", "quantized"), VARIANTS)
 def test_chunks_and_threads(
     build: Any, item: Any, alone: Any, name: str, quantized: bool, kv: str, chunks: list[int], threads: int
@@ -87,8 +95,8 @@ def test_chunks_and_threads(
 
 
 @pytest.mark.parametrize("isa", _native.available_isas())
-@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "gemma", "odd", "wide"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "odd", "wide", "even"])
 def test_instruction_sets(build: Any, item: Any, name: str, kv: str, isa: str) -> None:
     """C1 for each one's kernels: in chunks, which widen stored numbers first, and in decodes, which do not."""
     one, many = (build(name, kv=kv, isa=isa, threads=threads) for threads in (1, 2))
@@ -98,7 +106,7 @@ def test_instruction_sets(build: Any, item: Any, name: str, kv: str, isa: str) -
         assert compute(many, item, tokens, TABLE, chunks, others=2) == expected
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize("chunks", [[1], [11], [7, 1], [40, 2]], ids=str)
 def test_groups_of_layers(build: Any, item: Any, kv: str, chunks: list[int]) -> None:
     """The same bits whether all layers share blocks or each group has its own and loses them as its window passes."""
@@ -137,7 +145,7 @@ def forgetful(tiny: Any, item: Any, tokens: list[int], chunks: list[int]) -> lis
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 32])
-@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize(("name", "quantized"), VARIANTS)
 def test_block_sizes(build: Any, item: Any, alone: Any, name: str, quantized: bool, kv: str, block_size: int) -> None:
     """Tiles lie at fixed positions whatever the blocks."""
@@ -148,22 +156,25 @@ def test_block_sizes(build: Any, item: Any, alone: Any, name: str, quantized: bo
     assert compute(tiny, item, tokens, table, [11, 1]) == expected
 
 
-def test_many_rows_beside_one(build: Any, item: Any, alone: Any) -> None:
+@pytest.mark.parametrize("kv", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["gemma", "even"])
+def test_many_rows_beside_one(build: Any, item: Any, alone: Any, name: str, kv: str) -> None:
     """A decode beside a prompt of 200 tokens and 30 other decodes."""
-    tokens, expected = alone("gemma", True, "f16")
-    tiny = build("gemma", quantized=True, kv="f16", num_blocks=120)
+    quantized = name == "gemma"
+    tokens, expected = alone(name, quantized, kv)
+    tiny = build(name, quantized=quantized, kv=kv, num_blocks=120)
     compute(tiny, item, tokens[:-1], list(range(BLOCKS)), [LENGTH - 1])
     prompt = random_tokens(tiny.spec.vocab_size, 200, 8)
     others = [item([i + 1], 0, [60 + i]) for i in range(30)]
     own = [{"row_in_item": 0, **SAMPLED, "position": LENGTH}]
     piece = tokens[-1:]
-    middle = [item(prompt, 0, list(range(10, 23))), item(piece, LENGTH - 1, list(range(BLOCKS)), own)]
+    middle = [item(prompt, 0, list(range(20, 33))), item(piece, LENGTH - 1, list(range(BLOCKS)), own)]
     rows = run(tiny, [*others[:9], *middle, *others[9:]], piece)
     assert rows[0] == expected[-6:]
 
 
 @pytest.mark.parametrize("chunks", [[10], [1]], ids=str)
-@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "wide"])
 def test_stale_cache_contents_are_not_read(
     build: Any, item: Any, alone: Any, name: str, kv: str, chunks: list[int]

@@ -236,7 +236,7 @@ def test_broken_numbers_show_in_quantized_products_too(
     assert run(runner, item(PROMPT)).tokens[0] == (BAD_LOGITS,)
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize("tensor", ["layers.1.k", "layers.1.v"])
 def test_broken_keys_and_values(
     checkpoint: Checkpoint, tensors: Any, stored: Any, item: Any, kv: str, tensor: str

@@ -15,7 +15,7 @@ from chairlift.quality import Quality, bundled_text, measure, unquantized
 
 MIN_TOKENS = 5000
 LIMIT = 0.005
-INT8_CACHE_LIMIT = 0.01  # of an int8 cache against one of f16
+INT8_CACHE_LIMIT = 0.01
 PART = 8000  # characters, where some four windows are enough
 
 
@@ -35,12 +35,13 @@ def test_quantised_perplexity(model: str, request: pytest.FixtureRequest) -> Non
     assert quantised.perplexity != exact.perplexity, "both runs used the same arithmetic"
 
 
-def test_perplexity_with_an_int8_cache(smollm2_path: Path) -> None:
-    """What half the memory for the KV cache costs, on the first windows of the text."""
+@pytest.mark.parametrize(("kv", "limit"), [("int8", INT8_CACHE_LIMIT), ("bf16", LIMIT)])
+def test_perplexity_with_a_smaller_cache(smollm2_path: Path, kv: str, limit: float) -> None:
+    """What fewer bits of keys and values cost, on the first windows of the text."""
     config = EngineConfig(model=str(smollm2_path))
-    half, int8 = (measure(replace(config, kv_cache_dtype=kv), bundled_text()[:PART]) for kv in ("f16", "int8"))
-    assert abs(change(int8, half)) < INT8_CACHE_LIMIT
-    assert int8.perplexity != half.perplexity
+    f16, small = (measure(replace(config, kv_cache_dtype=name), bundled_text()[:PART]) for name in ("f16", kv))
+    assert abs(change(small, f16)) < limit
+    assert small.perplexity != f16.perplexity
 
 
 def test_what_quantisation_at_load_costs(smollm2_folder: Path) -> None:

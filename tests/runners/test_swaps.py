@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chairlift import _native
 from chairlift.config import EngineConfig
 from chairlift.core.plan import BlockOp, BlockOpKind, StepItem, StepPlan, StepResult
 from chairlift.errors import ConfigError
@@ -170,7 +171,10 @@ def test_the_same_settings_in_other_words_find_them(checkpoint: Checkpoint, disk
     first = started(checkpoint, **disk)
     run(first, ops=(BlockOp(OUT, 0, 4, b"x" * 32),))
     first.close()
-    second = started(checkpoint, **disk, kv_cache_dtype="f16", seed=5, max_num_seqs=4)
+    isa = _native.available_isas()[0]
+    second = started(
+        checkpoint, **disk, kv_cache_dtype="bf16" if isa == "amx" else "f16", isa=isa, seed=5, max_num_seqs=4
+    )
     assert second.disk is not None and second.disk.contents() == [(0, b"x" * 32)]
     second.close()
 
