@@ -11,6 +11,7 @@ namespace chairlift::CHAIRLIFT_ISA {
 
 namespace {
 
+constexpr int kAllLines = 1 << 20;
 constexpr int kQueries = 6;                              // at most together
 constexpr int kVectors = kRegisters16 >= 32 ? 4 : 1;     // sums of a query that go together: 6 x 4 of 32 registers, 6 of 8
 
@@ -285,6 +286,7 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
     const int last = unit.first_position + unit.rows - 1;
     const int from = first_in_view(unit.first_position, unit.window);  // the later rows begin there or after it
     begin_queries(shape, unit, work);
+    Ahead ahead;
     const auto with_tiles = [&](auto& tile, auto&& find) {
         tile.scales.used = shape.head.kv == KvType::int8;
         for (int start = from / shape.tile * shape.tile; start <= last; start += shape.tile) {
@@ -292,7 +294,8 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
             const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
             find(start, begin, end);
             if (tile.scales.used) find_scales(shape, unit, start, begin, end, tile.scales);
-            prefetch_positions(shape, unit, start + shape.tile, shape.tile, last);
+            ahead.set(shape, unit, start + shape.tile, shape.tile, last);
+            ahead.ask(kAllLines);
             add_tile(shape, unit, work, tile, start);
         }
     };

@@ -52,24 +52,55 @@ CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUn
     });
 }
 
-// Asks for some positions up to `last`, soon to be used: their blocks lie far apart, which the processor cannot foresee.
-// Into the second-level cache: the first level's few miss buffers would fill up, and the work at hand stand still.
-CHAIRLIFT_INLINE void prefetch_positions(const AttentionShape& shape, const AttentionUnit& unit, int first, int count,
-                                         int last) {
-    const int end = last + 1 - first < count ? last + 1 - first : count;
-    const KvHead& head = shape.head;
-    for_pieces(shape, unit, first, 0, end, [&](int, int count, std::size_t block, int slot) {
-        const std::uint8_t *values = unit.values + block + head.value_at(slot), *keys = unit.keys + block;
-        for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(values + byte);
-        if (count == head.block_size) {  // all of the block's keys, in one piece
-            for (std::size_t byte = 0; byte < head.value_at(count); byte += 64) prefetch(keys + byte);
-        } else {
-            for (int number = 0; number < head.head_dim; ++number)
-                for (std::size_t byte = 0; byte < head.key_at(0, count); byte += 64)
-                    prefetch(keys + head.key_at(number, slot) + byte);
+// What will soon be used of the cache, asked for a little at a time while there is other work: all at once, it would wait
+// for the few lines that can be under way, and the work behind it. The processor cannot foresee it, since blocks lie far
+// apart.
+class Ahead {
+public:
+    // Some positions from `first` on, but none after `last`; at most kMaxTile.
+    CHAIRLIFT_INLINE void set(const AttentionShape& shape, const AttentionUnit& unit, int first, int count, int last) {
+        const int end = last + 1 - first < count ? last + 1 - first : count;
+        const KvHead& head = shape.head;
+        count_ = next_ = 0;
+        for_pieces(shape, unit, first, 0, end, [&](int, int positions, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
+            const std::uint8_t* const keys = unit.keys + block;
+            if (positions == head.block_size) {  // all of the block's keys, in one piece
+                add(keys, head.value_at(positions));
+            } else {
+                for (int number = 0; number < head.head_dim; ++number)
+                    add(keys + head.key_at(number, slot), head.key_at(0, positions));
+            }
+            add(unit.values + block + head.value_at(slot), head.value_at(positions));
+        });
+    }
+
+    CHAIRLIFT_INLINE void ask(int lines) {
+        while (lines > 0 && next_ < count_) {
+            Piece& piece = pieces_[next_];
+            const int some = lines < piece.lines ? lines : piece.lines;
+            for (int i = 0; i < some; ++i) prefetch_l1(piece.begin + 64 * i);
+            piece.begin += 64 * some;
+            piece.lines -= some;
+            next_ += piece.lines == 0;
+            lines -= some;
         }
-    });
-}
+    }
+
+private:
+    static constexpr int kMost = 1024;  // what is more must be waited for
+
+    struct Piece {
+        const std::uint8_t* begin;
+        int lines;
+    };
+
+    CHAIRLIFT_INLINE void add(const std::uint8_t* begin, std::size_t bytes) {
+        if (count_ < kMost) pieces_[count_++] = {begin, static_cast<int>((bytes + 63) / 64)};
+    }
+
+    Piece pieces_[kMost];
+    int count_ = 0, next_ = 0;
+};
 
 struct View {
     int begin, end;  // of a tile, what a query sees of it

@@ -193,7 +193,7 @@ void quantized_tile(const std::uint8_t* block, int cols, const Rows& rows, float
     const float* x_group = rows.groups;
     for (int k = 0; k < cols; k += kGroup, block += layout.block_bytes(), q += kGroup, x_group += kGroupStep) {
         if constexpr (R <= kStreamingRows)
-            for (int line = 0; line < layout.block_bytes(); line += 64) prefetch(block + kAhead + line);
+            for (int line = 0; line < layout.block_bytes(); line += 64) prefetch_l2(block + kAhead + line);
         CHAIRLIFT_UNROLL
         for (int part = 0; part < parts; part++) {
             i32x16 sums[R];

@@ -110,7 +110,8 @@ CHAIRLIFT_INLINE float maximum(f32x8 a) {
     const float odd = s[1] > s[3] ? s[1] : s[3];
     return even > odd ? even : odd;
 }
-CHAIRLIFT_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+CHAIRLIFT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
+CHAIRLIFT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Integers: 32 bytes, 16 16-bit and 8 32-bit lanes. A 32-bit lane is one output column, its bytes four inputs.
 struct i8x32 {
