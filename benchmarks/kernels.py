@@ -21,14 +21,14 @@ BUILD = ROOT / "build" / "benchmarks"
 BATCHES = (1, 4, 8, 32, 128)
 
 
-def build() -> Path:
+def build(program: str = "kernel_bench") -> Path:
     """Compiles the measuring program (a minute the first time) and returns its path."""
     options = ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}"]
     configure: list[str | Path] = ["cmake", "-S", ROOT, "-B", BUILD, *options]
-    compile_: list[str | Path] = ["cmake", "--build", BUILD, "--target", "kernel_bench", "--parallel"]
+    compile_: list[str | Path] = ["cmake", "--build", BUILD, "--target", program, "--parallel"]
     for command in (configure, compile_):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return BUILD / "kernel_bench"
+    return BUILD / program
 
 
 def measure(isa: str, threads: int, out: int, inner: int, seconds: float) -> dict[str, dict[str, float | str]]:

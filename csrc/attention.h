@@ -8,8 +8,9 @@
 //     for each tile, first to last:  scores of the keys in view, each summed number by number; new maximum; weights;
 //                                    rescale; add values key by key
 //
-// so the same bits come out of a decode, of a chunk of any size, and of any division of the work among threads. Several
-// queries are computed side by side, which saves reading the keys and values again for each, and changes no result.
+// (by tiles of bf16, attention_tiles.h, in another order, but also one that is each query's own), so the same bits come
+// out of a decode, of a chunk of any size, and of any division of the work among threads. Several queries are computed
+// side by side, which saves reading the keys and values again for each, and changes no result.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +21,8 @@
 
 namespace chairlift {
 
-constexpr int kRowTile = 32;   // most rows of a unit
-constexpr int kMaxTile = 128;  // most positions of a tile
+constexpr int kRowTile = 32;  // most rows of a unit
+constexpr int kMaxTile = 64;  // most positions of a tile
 
 CHAIRLIFT_INLINE int first_in_view(int position, int window) {
     return window > 0 && position >= window ? position - window + 1 : 0;

@@ -11,9 +11,31 @@ namespace chairlift::CHAIRLIFT_ISA {
 
 namespace {
 
-constexpr int kAllLines = 1 << 20;
+constexpr int kRuns = kMaxTile / kLanes;  // of sixteen positions in a tile
 constexpr int kQueries = 6;                              // at most together
 constexpr int kVectors = kRegisters16 >= 32 ? 4 : 1;     // sums of a query that go together: 6 x 4 of 32 registers, 6 of 8
+
+CHAIRLIFT_INLINE f32x16 load_stored(const float* p) { return load16(p); }
+CHAIRLIFT_INLINE f32x16 load_stored(const std::uint16_t* p) { return load16_f16(p); }
+CHAIRLIFT_INLINE f32x16 load_stored(const Bf16* p) { return load16_bf16(&p->bits); }
+CHAIRLIFT_INLINE f32x16 load_stored(const std::int8_t* p) { return load16_i8(p); }
+
+CHAIRLIFT_INLINE int run_end(int position) { return (position + kLanes - 1) / kLanes; }
+
+// Of the keys and values of a tile, where they are stored as bytes.
+struct Scales {
+    bool used;
+    alignas(64) float keys[kMaxTile], values[kMaxTile];
+};
+
+CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
+                                  Scales& scales) {
+    for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
+        const std::size_t at = block + shape.head.scale_at(slot);
+        std::memcpy(scales.keys + i, unit.keys + at, count * sizeof(float));
+        std::memcpy(scales.values + i, unit.values + at, count * sizeof(float));
+    });
+}
 
 // The parts of the scratch memory. dim = padded_dim; query = row * group + head.
 struct Work {
@@ -114,6 +136,13 @@ CHAIRLIFT_INLINE void widen_tile(const AttentionShape& shape, const AttentionUni
     });
 }
 
+// All of it at once, into the second cache: the first one's few miss buffers would fill up, and the work at hand stand still.
+CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
+    for_stored(shape, unit, start, shape.tile, last, [](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
+        for (std::size_t byte = 0; byte < bytes; byte += 64) prefetch_l2(begin + byte);
+    });
+}
+
 // Scores of R queries and the keys of V runs: scores[r * stride + key].
 template <class T, int R, int V>
 CHAIRLIFT_INLINE void score(const float* queries, int dim, const T* const* keys, std::size_t key_stride, int numbers,
@@ -140,6 +169,40 @@ CHAIRLIFT_INLINE void score(const float* queries, int dim, const T* const* keys,
         CHAIRLIFT_UNROLL
         for (int v = 0; v < V; ++v) store(scores + r * stride + v * kLanes, acc[r][v]);
     }
+}
+
+CHAIRLIFT_INLINE float exp_one(float x) {
+    float lanes[8];
+    store(lanes, exp(broadcast(x)));
+    return lanes[0];
+}
+
+// Turns the scores of keys begin..end into weights, and returns the factor for what was summed up before.
+CHAIRLIFT_INLINE float weigh(const Scales& scales, float* scores, int begin, int end, float cap,
+                             float* running_greatest, float* mass) {
+    const int first = begin / kLanes * kLanes, last = run_end(end) * kLanes;
+    if (scales.used)
+        for (int key = first; key < last; key += kLanes)
+            store(scores + key, load16(scores + key) * load16(scales.keys + key));
+    if (cap > 0.0f)
+        for (int key = first; key < last; key += kLanes)
+            store(scores + key, broadcast16(cap) * tanh(load16(scores + key) / broadcast16(cap)));
+    for (int key = first; key < begin; ++key) scores[key] = -kInfinity;  // out of view, and may have been anything
+    for (int key = end; key < last; ++key) scores[key] = -kInfinity;
+    f32x16 greatest16 = broadcast16(-kInfinity);
+    for (int key = first; key < last; key += kLanes) greatest16 = max(load16(scores + key), greatest16);
+    const float before = *running_greatest, here = maximum(greatest16);
+    const float greatest = here > before ? here : before;
+    f32x16 mass16 = zero16();
+    for (int key = first; key < last; key += kLanes) {
+        const f32x16 weight = exp(load16(scores + key) - broadcast16(greatest));
+        store(scores + key, scales.used ? weight * load16(scales.values + key) : weight);
+        mass16 = mass16 + weight;
+    }
+    const float rescale = greatest == before ? 1.0f : exp_one(before - greatest);  // e^0 is 1 to the last bit
+    *running_greatest = greatest;
+    *mass = *mass * rescale + sum(mass16);
+    return rescale;
 }
 
 // For R queries and V vectors of each, from number i on: sums = sums * rescale + weight of each key * its value, in order.
@@ -286,7 +349,6 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
     const int last = unit.first_position + unit.rows - 1;
     const int from = first_in_view(unit.first_position, unit.window);  // the later rows begin there or after it
     begin_queries(shape, unit, work);
-    Ahead ahead;
     const auto with_tiles = [&](auto& tile, auto&& find) {
         tile.scales.used = shape.head.kv == KvType::int8;
         for (int start = from / shape.tile * shape.tile; start <= last; start += shape.tile) {
@@ -294,8 +356,7 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
             const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
             find(start, begin, end);
             if (tile.scales.used) find_scales(shape, unit, start, begin, end, tile.scales);
-            ahead.set(shape, unit, start + shape.tile, shape.tile, last);
-            ahead.ask(kAllLines);
+            prefetch_tile(shape, unit, start + shape.tile, last);
             add_tile(shape, unit, work, tile, start);
         }
     };

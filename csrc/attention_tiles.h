@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attention_parts.h"
-#include "half.h"
 
 namespace chairlift::CHAIRLIFT_ISA {
 namespace {
@@ -31,6 +30,41 @@ struct TileRows : TileRegisters {
         : TileRegisters({{rows, 64}, {16, 64}, {16, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {0, 0}}) {}
 };
 
+// What will soon be used of the cache, asked for a little at a time while there is other work: all at once, the work
+// behind it would wait, since few lines can be under way.
+class Ahead {
+public:
+    CHAIRLIFT_INLINE void set(const AttentionShape& shape, const AttentionUnit& unit, int first, int count, int last) {
+        count_ = next_ = 0;
+        for_stored(shape, unit, first, count, last, [&](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
+            if (count_ < kMost) pieces_[count_++] = {begin, static_cast<int>((bytes + 63) / 64)};
+        });
+    }
+
+    CHAIRLIFT_INLINE void ask(int lines) {
+        while (lines > 0 && next_ < count_) {
+            Piece& piece = pieces_[next_];
+            const int some = lines < piece.lines ? lines : piece.lines;
+            for (int i = 0; i < some; ++i) prefetch_l1(piece.begin + 64 * i);
+            piece.begin += 64 * some;
+            piece.lines -= some;
+            next_ += piece.lines == 0;
+            lines -= some;
+        }
+    }
+
+private:
+    static constexpr int kMost = 1024;  // what is more must be waited for
+
+    struct Piece {
+        const std::uint8_t* begin;
+        int lines;
+    };
+
+    Piece pieces_[kMost];
+    int count_ = 0, next_ = 0;
+};
+
 // A tile of positions, of which begin..end are seen by some row.
 struct Packed {
     std::uint32_t* keys;    // [column of positions][step of numbers]
@@ -39,8 +73,8 @@ struct Packed {
     bool finite;            // all of the values
 };
 
-// The parts of the scratch memory. A tile of pairs has a row for each of sixteen queries or pairs of numbers or positions;
-// a column is sixteen positions of keys, or sixteen numbers of values.
+// The parts of the scratch memory. A tile of pairs has a row for each of sixteen queries or pairs of numbers or
+// positions; a column is sixteen positions of keys, or sixteen numbers of values.
 struct TileWork {
     Packed packed;           // the tile at hand
     std::uint32_t* queries;  // [sixteen queries][half][step], scaled
@@ -55,17 +89,18 @@ struct TileWork {
     std::size_t floats;      // of all of it
 };
 
+// `scratch` may be null, to know the size.
 CHAIRLIFT_INLINE TileWork divide_for_tiles(const AttentionShape& shape, float* scratch) {
     TileWork work;
     work.steps = steps_of(shape.head.head_dim);
     work.columns = 2 * work.steps;
     const std::size_t numbers = work.steps * kStep;
     const std::size_t queries = (std::size_t{kRowTile} * shape.group + 15) / 16 * 16;
-    float* at = scratch;
+    work.floats = 0;
     const auto take = [&](std::size_t floats) CHAIRLIFT_ALWAYS {
-        float* const begin = at;
-        at += floats;
-        return begin;
+        const std::size_t at = work.floats;
+        work.floats += floats;
+        return scratch ? scratch + at : nullptr;
     };
     const auto take_halves = [&](std::size_t count) CHAIRLIFT_ALWAYS {
         return reinterpret_cast<std::uint32_t*>(take(count / 2));
@@ -80,14 +115,10 @@ CHAIRLIFT_INLINE TileWork divide_for_tiles(const AttentionShape& shape, float* s
     work.mass = take(queries);
     work.lanes = take(kTile);
     work.staged = reinterpret_cast<Bf16*>(take_halves(kLanes * numbers));
-    work.floats = at - scratch;
     return work;
 }
 
-std::size_t bf16_scratch(const AttentionShape& shape) {
-    float nowhere[1];
-    return divide_for_tiles(shape, nowhere).floats;
-}
+std::size_t bf16_scratch(const AttentionShape& shape) { return divide_for_tiles(shape, nullptr).floats; }
 
 CHAIRLIFT_INLINE int bf16_tile(int) { return kStep; }
 
@@ -98,8 +129,8 @@ struct Tiles {
 };
 
 // sums[column] += left * right over one step or two, for each column; or = where they are `fresh`. Rows of sums are
-// `stride` bytes apart. The left side stays in its registers: with another thread on the same core, a load waits until the
-// products before it are done, so there should be few. A product takes its time: so much of what is ahead is asked for.
+// `stride` bytes apart. The left side stays in its registers: with another thread on the same core, a load waits until
+// the products before it are done, so there should be few. A product takes its time: some of what is ahead is asked for.
 template <int Steps, bool fresh>
 CHAIRLIFT_INLINE void multiply_steps(const TileRegisters& tiles, const Tiles& left, const Tiles& right, int columns,
                                      float* sums, std::size_t column, std::size_t stride, Ahead& ahead) {
@@ -218,15 +249,15 @@ CHAIRLIFT_INLINE void pack_values(const AttentionShape& shape, const AttentionUn
     static constexpr Bf16 zeros[kLanes] = {};
     bool finite = true;
     for (int position = 0; position < kStep; position += kLanes) {
-        Column values = {nullptr, 0};
+        Column values = {zeros, 0};
         if (position < tile.end && position + kLanes > tile.begin)
             values = whole(shape) ? stored_values(shape, unit, tile.start + position)
                                   : staged_values(shape, unit, work, position / kLanes);
         for (int i = position; i < position + kLanes; i += 2, values.numbers += 2 * values.stride) {
             const bool here = i >= tile.begin && i < tile.end, next = i + 1 >= tile.begin && i + 1 < tile.end;
-            const Bf16* from = values.numbers;
             std::uint32_t* out = tile.values + i / 2 * kLanes;
-            for (int column = 0; column < work.columns; ++column, from += kLanes, out += kTile) {
+            for (int number = 0; number < kLanes * work.columns; number += kLanes, out += kTile) {
+                const Bf16* const from = values.numbers + (here || next ? number : 0);
                 const bf16x32 pairs = pair_up(here ? from : zeros, next ? from + values.stride : zeros);
                 finite &= all_finite(pairs);
                 store(out, pairs);
@@ -325,7 +356,7 @@ CHAIRLIFT_INLINE void begin_sixteens(const AttentionShape& shape, const Attentio
         store(work.mass + i, zero16());
     }
     for (int i = 0; i < sixteens * work.columns * kTile; i += kLanes) store(work.sums + i, zero16());
-    for (int i = 0; i < kTile; i += kLanes) store(work.lanes + i, zero16());  // of queries that there are not
+    for (int i = 0; i < kTile; i += kLanes) store(work.lanes + i, zero16());  // of queries that there are not: any numbers
 }
 
 CHAIRLIFT_INLINE void end_sixteens(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work) {
@@ -340,7 +371,7 @@ CHAIRLIFT_INLINE void end_sixteens(const AttentionShape& shape, const AttentionU
     }
 }
 
-// False, and nothing is done, if a value that not all rows see is not finite: times a weight of zero it would be NaN.
+// False, and nothing is written to unit.out, if a value that not all rows see is not finite: times a weight of zero it would be NaN.
 CHAIRLIFT_INLINE bool attend_together(const AttentionShape& shape, const AttentionUnit& unit, TileWork& work) {
     const int queries = unit.rows * shape.group, last_row = unit.rows - 1;
     const TileRows tiles(queries < 16 ? queries : 16);

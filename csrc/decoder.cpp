@@ -40,18 +40,23 @@ std::vector<float> inverse_frequencies(const RopeSpec& rope) {
 // The system maps memory page by page on first use, about a second a GiB. A thread of the least priority does it for the
 // cache, from its first block on, while the engine starts: it changes no content, so a step may use the cache meanwhile.
 // A page that is being mapped keeps its processor whatever the priority, so the thread rests for three times as long as
-// it worked. Where the system cannot map pages ahead, they come as they are used.
+// it worked, and as long as there are steps. Where the system cannot map pages ahead, they come as they are used.
 void map_pages([[maybe_unused]] std::stop_token stop, [[maybe_unused]] std::uint8_t* data,
-               [[maybe_unused]] std::size_t size) {
+               [[maybe_unused]] std::size_t size, [[maybe_unused]] const StepTimes& steps) {
 #ifdef MADV_POPULATE_WRITE
     setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
     const std::uintptr_t page = sysconf(_SC_PAGESIZE), piece = std::uintptr_t{4} << 20;
     const std::uintptr_t end = reinterpret_cast<std::uintptr_t>(data) + size;
     std::uintptr_t at = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
-    for (; at + page <= end && !stop.stop_requested(); at += piece) {
+    while (at + page <= end && !stop.stop_requested()) {
+        if (steps.recent()) {
+            std::this_thread::sleep_for(StepTimes::kRecent);
+            continue;
+        }
         const std::size_t bytes = std::min(piece, (end - at) / page * page);
         const auto begin = std::chrono::steady_clock::now();
         if (madvise(reinterpret_cast<void*>(at), bytes, MADV_POPULATE_WRITE) != 0) return;
+        at += bytes;
         std::this_thread::sleep_for(3 * (std::chrono::steady_clock::now() - begin));
     }
 #endif
@@ -172,7 +177,7 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     ask_for_huge_pages(workspace_);
     std::memset(workspace_.data(), 0, workspace_.size());
     pool_.run([&](int) { matmul_.prepare_thread(); });
-    page_mapper_ = std::jthread(map_pages, cache_memory_->data(), cache_memory_->size());
+    page_mapper_ = std::jthread(map_pages, cache_memory_->data(), cache_memory_->size(), std::cref(step_times_));
     auto at = [&](std::size_t offset) { return reinterpret_cast<float*>(workspace_.data() + offset); };
     x_ = at(layout.x);
     y_ = at(layout.y);

@@ -5,6 +5,7 @@
 // rows. Threads share out the work of a phase by claiming pieces; a barrier ends the phase.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -29,6 +30,20 @@ namespace chairlift {
 struct StepOutput {
     std::vector<DrawResult>* results = nullptr;  // one a draw
     float* logits = nullptr;                     // [S, vocab], may be null
+};
+
+// Whether a step is running or has just ended, for a thread that would disturb it.
+class StepTimes {
+public:
+    static constexpr std::chrono::milliseconds kRecent{20};
+
+    void begin() { until_.store(Time::max(), std::memory_order_relaxed); }
+    void end() { until_.store(std::chrono::steady_clock::now() + kRecent, std::memory_order_relaxed); }
+    bool recent() const { return std::chrono::steady_clock::now() < until_.load(std::memory_order_relaxed); }
+
+private:
+    using Time = std::chrono::steady_clock::time_point;
+    std::atomic<Time> until_{Time::min()};
 };
 
 // Seconds by part, as the first thread sees them.
@@ -98,7 +113,8 @@ private:
     AttentionShape attention_shape_;
     std::shared_ptr<AlignedBuffer> cache_memory_;
     AlignedBuffer workspace_;
-    std::jthread page_mapper_;  // works on cache_memory_, so it goes first
+    StepTimes step_times_;
+    std::jthread page_mapper_;  // works on cache_memory_ and step_times_, so it goes first
     ActBuffer activations_;
     Rope rope_, rope_local_;
     float *x_ = nullptr, *y_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *gate_ = nullptr, *up_ = nullptr;

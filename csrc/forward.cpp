@@ -267,7 +267,9 @@ void Decoder::step(const StepInput& input, const StepOutput& output) {
     plan_draws(input);
     Pass pass{*this, input, output, std::chrono::steady_clock::now()};
     const auto begin = pass.lap;
+    step_times_.begin();
     pool_.run([&](int thread) { pass.run(thread); });
+    step_times_.end();
     profile.total += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     ++profile.steps;
 }

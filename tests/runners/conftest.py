@@ -77,6 +77,9 @@ SPECS: dict[str, DecoderSpec] = {
         attn_scale=0.125,
         layer_windows=(40, 0),
     ),
+    "windowed": dataclasses.replace(  # a token is out of sight of those 63 and more positions later
+        LLAMA, head_dim=32, rope=RopeSpec(theta=1e4, dims=32, style="half"), layer_windows=(40, 24)
+    ),
     "odd": dataclasses.replace(  # nothing is a multiple of 8; only a part of a head is rotated
         LLAMA,
         vocab_size=37,

@@ -66,11 +66,12 @@ def test_nothing_but_kv_is_rounded(build: Any, reference: Any, name: str, kv: st
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "windowed"])
 def test_a_row_that_is_not_finite_harms_none_before_it(
     build: Any, tensors: Any, specs: Any, name: str, kv: str, isa: str
 ) -> None:
-    """Its keys and values are NaN. Rows computed with it, to which they are out of view, have the bits of others."""
+    """Its keys and values are NaN. Rows computed with it that do not see them have the bits of others. (Those
+    after it see it, but for the last ones where all layers have windows.)"""
     weights = tensors(specs[name])
     weights["embed"][7] = np.nan
     tiny = build(name, kv=kv, isa=isa, weights=weights)
@@ -80,8 +81,10 @@ def test_a_row_that_is_not_finite_harms_none_before_it(
     assert np.isfinite(expected).all()
     for at in (1, 30, 145):
         found = tiny.every_row([*tokens[:at], 7, *tokens[at + 1 :]], table=list(range(20, 30)))[:, others]
+        sight = sum(window - 1 for window in tiny.spec.layer_windows) if name == "windowed" else 150
         assert np.array_equal(found[:at], expected[:at])
-        assert np.isnan(found[at]).all()
+        assert np.isnan(found[at : at + sight + 1]).all()
+        assert np.array_equal(found[at + sight + 1 :], expected[at + sight + 1 :])
 
 
 @pytest.mark.parametrize("name", NAMES)

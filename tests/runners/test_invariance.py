@@ -108,14 +108,20 @@ def test_instruction_sets(build: Any, item: Any, name: str, kv: str, isa: str) -
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize("chunks", [[1], [11], [7, 1], [40, 2]], ids=str)
-def test_groups_of_layers(build: Any, item: Any, kv: str, chunks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "block_size", "windows"),
+    [("gemma", 4, (0, 5, 7, 40)), ("even", 16, (0, 40)), ("windowed", 16, (24, 40)), ("windowed", 32, (24, 40))],
+)
+def test_groups_of_layers(
+    build: Any, item: Any, kv: str, chunks: list[int], name: str, block_size: int, windows: tuple[int, ...]
+) -> None:
     """The same bits whether all layers share blocks or each group has its own and loses them as its window passes."""
-    spec = build("gemma").spec
-    together = build("gemma", kv=kv, groups=KVGroups((0,), (tuple(range(spec.num_layers)),)))
-    apart = build("gemma", kv=kv, block_size=4)
+    spec = build(name).spec
+    together = build(name, kv=kv, groups=KVGroups((0,), (tuple(range(spec.num_layers)),)))
+    apart = build(name, kv=kv, block_size=block_size)
     tokens = random_tokens(spec.vocab_size, LENGTH, seed=5)
     expected = compute(together, item, tokens, list(range(BLOCKS)), chunks)
-    assert apart.groups.windows == (0, 5, 7, 40)
+    assert apart.groups.windows == windows
     assert forgetful(apart, item, tokens, chunks) == expected
 
 
@@ -175,7 +181,7 @@ def test_many_rows_beside_one(build: Any, item: Any, alone: Any, name: str, kv: 
 
 @pytest.mark.parametrize("chunks", [[10], [1]], ids=str)
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "wide"])
+@pytest.mark.parametrize("name", ["llama", "wide", "even"])
 def test_stale_cache_contents_are_not_read(
     build: Any, item: Any, alone: Any, name: str, kv: str, chunks: list[int]
 ) -> None:

@@ -15,7 +15,7 @@ from chairlift.quality import Quality, bundled_text, measure, unquantized
 
 MIN_TOKENS = 5000
 LIMIT = 0.005
-INT8_CACHE_LIMIT = 0.01
+INT8_CACHE_LIMIT = 0.01  # of an int8 cache against one of f16
 PART = 8000  # characters, where some four windows are enough
 
 
@@ -36,7 +36,7 @@ def test_quantised_perplexity(model: str, request: pytest.FixtureRequest) -> Non
 
 
 @pytest.mark.parametrize(("kv", "limit"), [("int8", INT8_CACHE_LIMIT), ("bf16", LIMIT)])
-def test_perplexity_with_a_smaller_cache(smollm2_path: Path, kv: str, limit: float) -> None:
+def test_perplexity_with_fewer_bits_in_the_cache(smollm2_path: Path, kv: str, limit: float) -> None:
     """What fewer bits of keys and values cost, on the first windows of the text."""
     config = EngineConfig(model=str(smollm2_path))
     f16, small = (measure(replace(config, kv_cache_dtype=name), bundled_text()[:PART]) for name in ("f16", kv))

@@ -103,7 +103,7 @@ class NativeRunner:
             num_host_blocks=plan.num_host_blocks,
             num_disk_blocks=self.disk.num_blocks if self.disk else 0,
             windows=groups.windows,
-            device=f"cpu ({self.isa}, {self.threads} threads)",
+            device=f"cpu ({self.isa}, {self.threads} threads, KV {kv_dtype})",
             details=(
                 ("weights", plan.weights),
                 ("kv_cache", plan.kv_cache),
