@@ -16,7 +16,6 @@
 
 #include "attention.h"
 #include "formats.h"
-#include "half.h"
 #include "threads.h"
 
 using namespace chairlift;

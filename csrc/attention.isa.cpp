@@ -11,7 +11,7 @@ namespace chairlift::CHAIRLIFT_ISA {
 
 namespace {
 
-constexpr int kRuns = kMaxTile / kLanes;  // of sixteen positions in a tile
+constexpr int kRuns = kMaxTile / kLanes;                 // of sixteen positions in a tile
 constexpr int kQueries = 6;                              // at most together
 constexpr int kVectors = kRegisters16 >= 32 ? 4 : 1;     // sums of a query that go together: 6 x 4 of 32 registers, 6 of 8
 
@@ -136,9 +136,10 @@ CHAIRLIFT_INLINE void widen_tile(const AttentionShape& shape, const AttentionUni
     });
 }
 
-// All of it at once, into the second cache: the first one's few miss buffers would fill up, and the work at hand stand still.
+// All of it at once, into the second cache: the first one's few miss buffers would fill up, and the work at hand stand
+// still.
 CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
-    for_stored(shape, unit, start, shape.tile, last, [](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
+    for_stored(shape, unit, start, last, [](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
         for (std::size_t byte = 0; byte < bytes; byte += 64) prefetch_l2(begin + byte);
     });
 }

@@ -29,14 +29,13 @@ CHAIRLIFT_INLINE void for_pieces(const AttentionShape& shape, const AttentionUni
     }
 }
 
-// body(begin, bytes) for what the cache holds of `count` positions from `first` on, but none after `last`: to be asked for
+// body(begin, bytes) for what the cache holds of the tile at `start`, but nothing after position `last`: to be asked for
 // before it is used, since the processor cannot foresee where the next block lies.
 template <class Body>
-CHAIRLIFT_INLINE void for_stored(const AttentionShape& shape, const AttentionUnit& unit, int first, int count, int last,
-                                 Body&& body) {
-    const int end = last + 1 - first < count ? last + 1 - first : count;
+CHAIRLIFT_INLINE void for_stored(const AttentionShape& shape, const AttentionUnit& unit, int start, int last, Body&& body) {
+    const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
     const KvHead& head = shape.head;
-    for_pieces(shape, unit, first, 0, end, [&](int, int positions, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
+    for_pieces(shape, unit, start, 0, end, [&](int, int positions, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
         const std::uint8_t* const keys = unit.keys + block;
         if (positions == head.block_size) {  // all of the block's keys, in one piece
             body(keys, head.value_at(positions));

@@ -34,9 +34,10 @@ struct TileRows : TileRegisters {
 // behind it would wait, since few lines can be under way.
 class Ahead {
 public:
-    CHAIRLIFT_INLINE void set(const AttentionShape& shape, const AttentionUnit& unit, int first, int count, int last) {
+    // The tile at `start`, but nothing after `last`.
+    CHAIRLIFT_INLINE void set(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
         count_ = next_ = 0;
-        for_stored(shape, unit, first, count, last, [&](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
+        for_stored(shape, unit, start, last, [&](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
             if (count_ < kMost) pieces_[count_++] = {begin, static_cast<int>((bytes + 63) / 64)};
         });
     }
@@ -122,33 +123,29 @@ std::size_t bf16_scratch(const AttentionShape& shape) { return divide_for_tiles(
 
 CHAIRLIFT_INLINE int bf16_tile(int) { return kStep; }
 
-// Tiles of one side of a product: how many lie between its halves, steps and columns.
-struct Tiles {
-    const std::uint32_t* first;
-    std::size_t half, step, column;
-};
-
-// sums[column] += left * right over one step or two, for each column; or = where they are `fresh`. Rows of sums are
-// `stride` bytes apart. The left side stays in its registers: with another thread on the same core, a load waits until
-// the products before it are done, so there should be few. A product takes its time: some of what is ahead is asked for.
+// sums[column] += left * right over the next step or two of all, for each column; or = where they are `fresh`. Rows of
+// sums are `stride` bytes apart. The left side stays in its registers: with another thread on the same core, a load waits
+// until the products before it are done, so there should be few. A product takes its time: some of what is ahead is asked
+// for.
 template <int Steps, bool fresh>
-CHAIRLIFT_INLINE void multiply_steps(const TileRegisters& tiles, const Tiles& left, const Tiles& right, int columns,
-                                     float* sums, std::size_t column, std::size_t stride, Ahead& ahead) {
-    tiles.load<kLeft>(left.first, 64);
-    tiles.load<kLeft + 1>(left.first + left.half * kTile, 64);
+CHAIRLIFT_INLINE void multiply_steps(const TileRegisters& tiles, const std::uint32_t* left, const std::uint32_t* right,
+                                     std::size_t all_steps, int columns, float* sums, std::size_t column,
+                                     std::size_t stride, Ahead& ahead) {
+    const std::size_t apart = all_steps * kTile;  // halves on the left, columns on the right
+    tiles.load<kLeft>(left, 64);
+    tiles.load<kLeft + 1>(left + apart, 64);
     if constexpr (Steps == 2) {
-        tiles.load<kLeft + 2>(left.first + left.step * kTile, 64);
-        tiles.load<kLeft + 3>(left.first + (left.step + left.half) * kTile, 64);
+        tiles.load<kLeft + 2>(left + kTile, 64);
+        tiles.load<kLeft + 3>(left + apart + kTile, 64);
     }
-    const std::uint32_t* from = right.first;
-    for (int done = 0; done < columns; ++done, from += right.column * kTile, sums += column) {
+    for (int done = 0; done < columns; ++done, right += apart, sums += column) {
         if constexpr (fresh) {
             tiles.clear<kSums>();
         } else {
             tiles.load<kSums>(sums, stride);
         }
-        tiles.load<kRight>(from, 64);
-        if constexpr (Steps == 2) tiles.load<kRight + 1>(from + right.step * kTile, 64);
+        tiles.load<kRight>(right, 64);
+        if constexpr (Steps == 2) tiles.load<kRight + 1>(right + kTile, 64);
         tiles.multiply_halves<kSums, kLeft, kRight>();
         tiles.multiply_halves<kSums, kLeft + 1, kRight>();
         if constexpr (Steps == 2) {
@@ -160,19 +157,19 @@ CHAIRLIFT_INLINE void multiply_steps(const TileRegisters& tiles, const Tiles& le
     }
 }
 
-// The same over any number of steps, from 1 on.
+// The same over all steps, from 1 on: of the tiles left[half][step] and right[column][step].
 template <bool fresh>
-CHAIRLIFT_INLINE void multiply(const TileRegisters& tiles, Tiles left, Tiles right, int steps, int columns, float* sums,
-                               std::size_t column, std::size_t stride, Ahead& ahead) {
+CHAIRLIFT_INLINE void multiply(const TileRegisters& tiles, const std::uint32_t* left, const std::uint32_t* right, int steps,
+                               int columns, float* sums, std::size_t column, std::size_t stride, Ahead& ahead) {
+    int done = 0;
     const auto some = [&]<int Steps, bool first>() CHAIRLIFT_ALWAYS {
-        multiply_steps<Steps, first>(tiles, left, right, columns, sums, column, stride, ahead);
-        left.first += Steps * left.step * kTile;
-        right.first += Steps * right.step * kTile;
-        steps -= Steps;
+        multiply_steps<Steps, first>(tiles, left + done * kTile, right + done * kTile, steps, columns, sums, column, stride,
+                                     ahead);
+        done += Steps;
     };
     steps > 1 ? some.template operator()<2, fresh>() : some.template operator()<1, fresh>();
-    while (steps > 1) some.template operator()<2, false>();
-    if (steps == 1) some.template operator()<1, false>();
+    while (steps - done > 1) some.template operator()<2, false>();
+    if (steps > done) some.template operator()<1, false>();
 }
 
 // Some numbers of sixteen positions.
@@ -194,35 +191,41 @@ CHAIRLIFT_INLINE Column stored_values(const AttentionShape& shape, const Attenti
     return {reinterpret_cast<const Bf16*>(block + shape.head.value_at(slot)), std::size_t(shape.head.head_dim)};
 }
 
-// Copies, with zeros for positions that are not of `tile` and for numbers that there are not.
+// Lets copy(i, count, block, slot) fill the staged column with those of its positions that are of the tile, i from its
+// first one on. The others are zeros, and so are numbers that there are not.
+template <class Copy>
+CHAIRLIFT_INLINE void stage(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work, int column,
+                            Copy&& copy) {
+    const Packed& tile = work.packed;
+    const int base = column * kLanes, begin = base > tile.begin ? base : tile.begin;
+    const int end = base + kLanes < tile.end ? base + kLanes : tile.end;
+    for (int i = 0; i < kLanes * work.steps * kStep; ++i) work.staged[i] = {0};
+    for_pieces(shape, unit, tile.start, begin, end, [&](int i, int count, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
+        copy(i - base, count, block, slot);
+    });
+}
+
 CHAIRLIFT_INLINE Column staged_keys(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work,
                                     int column) {
-    const Packed& tile = work.packed;
-    const int base = column * kLanes;
-    for (int i = 0; i < kLanes * work.steps * kStep; ++i) work.staged[i] = {0};
     const auto copy = [&](int i, int count, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
         const Bf16* key = reinterpret_cast<const Bf16*>(unit.keys + block + shape.head.key_at(0, slot));
         for (int number = 0; number < shape.head.head_dim; ++number, key += shape.head.block_size)
-            for (int n = 0; n < count; ++n) work.staged[number * kLanes + i - base + n] = key[n];
+            for (int n = 0; n < count; ++n) work.staged[number * kLanes + i + n] = key[n];
     };
-    const int end = base + kLanes < tile.end ? base + kLanes : tile.end;
-    for_pieces(shape, unit, tile.start, base > tile.begin ? base : tile.begin, end, copy);
+    stage(shape, unit, work, column, copy);
     return {work.staged, kLanes};
 }
 
 CHAIRLIFT_INLINE Column staged_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work,
                                       int column) {
-    const Packed& tile = work.packed;
-    const int base = column * kLanes, numbers = work.steps * kStep;
-    for (int i = 0; i < kLanes * numbers; ++i) work.staged[i] = {0};
+    const int numbers = work.steps * kStep;
     const auto copy = [&](int i, int count, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
         const Bf16* value = reinterpret_cast<const Bf16*>(unit.values + block + shape.head.value_at(slot));
         for (int n = 0; n < count; ++n, value += shape.head.head_dim)
             for (int number = 0; number < shape.head.head_dim; ++number)
-                work.staged[(i - base + n) * numbers + number] = value[number];
+                work.staged[(i + n) * numbers + number] = value[number];
     };
-    const int end = base + kLanes < tile.end ? base + kLanes : tile.end;
-    for_pieces(shape, unit, tile.start, base > tile.begin ? base : tile.begin, end, copy);
+    stage(shape, unit, work, column, copy);
     return {work.staged, std::size_t(numbers)};
 }
 
@@ -268,10 +271,9 @@ CHAIRLIFT_INLINE void pack_values(const AttentionShape& shape, const AttentionUn
 }
 
 CHAIRLIFT_INLINE void score_sixteen(const TileRegisters& tiles, const TileWork& work, int first, Ahead& ahead) {
-    const std::size_t steps = work.steps;
-    const Tiles queries = {work.queries + first / 16 * kHalves * steps * kTile, steps, 1, 0};
-    const Tiles keys = {work.packed.keys, 0, 1, steps};
-    multiply<true>(tiles, queries, keys, work.steps, kStep / kLanes, work.scores, kLanes, kStep * sizeof(float), ahead);
+    const std::uint32_t* const queries = work.queries + std::size_t(first / 16) * kHalves * work.steps * kTile;
+    multiply<true>(tiles, queries, work.packed.keys, work.steps, kStep / kLanes, work.scores, kLanes,
+                   kStep * sizeof(float), ahead);
 }
 
 // Turns scores into weights, as halves, and rescales what was summed up before them.
@@ -326,9 +328,8 @@ CHAIRLIFT_INLINE void weigh_sixteen(const AttentionShape& shape, const Attention
 }
 
 CHAIRLIFT_INLINE void add_sixteen(const TileRegisters& tiles, const TileWork& work, int first, Ahead& ahead) {
-    const Tiles weights = {work.weights, 1, 1, 0}, values = {work.packed.values, 0, 0, 1};
     float* const sums = work.sums + std::size_t(first / 16) * work.columns * kTile;
-    multiply_steps<1, false>(tiles, weights, values, work.columns, sums, kTile, kLanes * sizeof(float), ahead);
+    multiply<false>(tiles, work.weights, work.packed.values, 1, work.columns, sums, kTile, kLanes * sizeof(float), ahead);
 }
 
 CHAIRLIFT_INLINE void begin_sixteens(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work) {
@@ -389,7 +390,7 @@ CHAIRLIFT_INLINE bool attend_together(const AttentionShape& shape, const Attenti
         const View first_view = view_of(shape, unit, start, 0), last_view = view_of(shape, unit, start, last_row);
         const bool same_view = first_view.begin == last_view.begin && first_view.end == last_view.end;
         if (!tile.finite && !same_view) return false;
-        ahead.set(shape, unit, start + kTilesAhead * kStep, kStep, last);
+        ahead.set(shape, unit, start + kTilesAhead * kStep, last);
         for (int first = 0; first < queries; first += 16) {
             score_sixteen(tiles, work, first, ahead);
             weigh_sixteen(shape, unit, work, first, ahead);

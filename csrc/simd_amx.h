@@ -1,4 +1,4 @@
-// simd.h for AVX-512 with AMX: the same vectors, and products of whole tiles of bytes or halves of floats by one instruction.
+// simd.h for AVX-512 with AMX: the same vectors, and one instruction for the products of whole tiles of bytes or bf16.
 #pragma once
 
 #include "simd_avx512.h"

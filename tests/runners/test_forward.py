@@ -1,4 +1,4 @@
-"""The forward pass against its definition in float64: every kind of layer, both instruction sets, both KV types."""
+"""The forward pass against its definition in float64: every kind of layer, instruction set and KV type."""
 
 from __future__ import annotations
 
