@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import platform
+import time
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from chairlift import _native
@@ -164,6 +167,31 @@ def test_the_view_of_the_cache_outlives_the_model(build: Any) -> None:
     gc.collect()
     cache[:] = 7
     assert cache[-1, -1] == 7
+
+
+def kernel() -> tuple[int, int]:
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int(minor)
+
+
+@pytest.mark.skipif(platform.system() != "Linux" or kernel() < (5, 14), reason="pages cannot be mapped ahead")
+def test_pages_are_mapped_while_there_are_no_steps(build: Any, item: Any) -> None:
+    """A page that is being mapped keeps its processor: requests right after the start must not wait for that."""
+    tiny = build(num_blocks=2**16)  # 512 MiB
+    process = psutil.Process()
+
+    def mapped_while(busy: float) -> int:
+        before, end = process.memory_info().rss, time.monotonic() + busy
+        while time.monotonic() < end:
+            tiny.step([item([1], 0, [0])])
+        return process.memory_info().rss - before
+
+    mapped_while(0.1)  # what was begun before the first step
+    assert mapped_while(0.5) < 64 * 2**20
+    before, end = process.memory_info().rss, time.monotonic() + 60
+    while process.memory_info().rss - before < 128 * 2**20:
+        assert time.monotonic() < end, "nothing was mapped without steps, either"
+        time.sleep(0.01)
 
 
 def test_a_step_of_nothing(build: Any) -> None:
