@@ -15,10 +15,10 @@ import time
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import DEFAULT_MODEL
-from chairlift.core.ports import Add
+from chairlift.core.ports import Abort, Add
 from chairlift.runners.native import NativeRunner
 
-BATCHES = ((1, 32), (1, 1000), (4, 32), (8, 32), (32, 32), (32, 400))  # sequences, prompt tokens
+BATCHES = ((1, 32), (1, 1000), (4, 32), (8, 32), (12, 32), (32, 32), (32, 400))  # sequences, prompt tokens
 STEPS = 48
 
 
@@ -40,13 +40,12 @@ def main(model: str) -> None:
         print(f"{sequences:4} {context:8}  {parts}{step:9.2f} {step / part['matmul']:8.2f} {python:8.2f} {rate:10.0f}")
 
 
-def _params() -> SamplingParams:
-    return SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True)
-
-
 def _decode(llm: LLM, runner: NativeRunner, prompts: list[list[int]]) -> tuple[dict[str, float], float]:
     """Profile and wall time of the steps in which all decode."""
-    llm._mailbox.messages += [Add(llm._request(prompt, _params())) for prompt in prompts]
+    steps_of_prompts = sum(map(len, prompts)) // 64 + 1  # more than they will be
+    params = SamplingParams(max_tokens=STEPS + steps_of_prompts, temperature=0, ignore_eos=True)
+    requests = [llm._request(prompt, params) for prompt in prompts]
+    llm._mailbox.messages += [Add(request) for request in requests]
     scheduler = llm.engine.scheduler
     while True:
         llm.engine.step()
@@ -54,9 +53,13 @@ def _decode(llm: LLM, runner: NativeRunner, prompts: list[list[int]]) -> tuple[d
             break
     runner.profile(reset=True)
     begin = time.perf_counter()
-    while llm.engine.step():
-        pass
-    return runner.profile(), time.perf_counter() - begin
+    for _ in range(STEPS):
+        llm.engine.step()
+    seconds = time.perf_counter() - begin
+    profile = runner.profile()
+    llm._mailbox.messages += [Abort(request.id) for request in requests]
+    llm.engine.step()
+    return profile, seconds
 
 
 if __name__ == "__main__":

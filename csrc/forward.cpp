@@ -53,16 +53,9 @@ struct Decoder::Pass {
         lap = now;
     }
 
-    template <class Body>
-    void for_rows(int count, Body&& body) {
-        pool.for_each_piece(count, std::max(1, count / (4 * pool.size())), [&](std::int64_t begin, std::int64_t end) {
-            for (int row = static_cast<int>(begin); row < end; ++row) body(row);
-        });
-    }
-
     // Embeddings, and the angles of the rotary embedding.
     void begin_rows() {
-        for_rows(rows, [&](int row) {
+        for_rows(pool, rows, [&](int row) {
             float* x = d.x_ + std::size_t(row) * hidden;
             dequantize_packed_row(d.weights_.embed(), input.tokens[row], x);
             if (spec.embed_scale != 1.0f)
@@ -86,7 +79,7 @@ struct Decoder::Pass {
     // x += post_norm(y) where there are post norms, then y = norm(x), quantised if a weight wants that.
     void norm_rows(const Vector* post_norm, const Vector& norm, bool quantized) {
         const ActRows y = activations(d.y_, rows, hidden);
-        for_rows(rows, [&](int row) {
+        for_rows(pool, rows, [&](int row) {
             float* x_row = d.x_ + std::size_t(row) * hidden;
             float* y_row = d.y_ + std::size_t(row) * hidden;
             if (post_norm) d.rows_.add_rms_norm(y_row, post_norm->data(), hidden, spec.norm_eps, x_row);
@@ -145,7 +138,7 @@ struct Decoder::Pass {
         const bool quantized = is_quantized(w.down.view.type);
         const auto activate =
             spec.activation == Activation::silu ? d.rows_.silu_times : d.rows_.gelu_tanh_times;
-        for_rows(rows, [&](int row) {
+        for_rows(pool, rows, [&](int row) {
             activate(d.gate_ + std::size_t(row) * ffn, d.up_ + std::size_t(row) * ffn, ffn);
             if (quantized) d.matmul_.quantize_row(gated, row);
         });
@@ -157,9 +150,11 @@ struct Decoder::Pass {
     void store_rows(const LayerWeights& w, int layer) {
         const Rope& rope = local(layer) ? d.rope_local_ : d.rope_;
         const int runs = static_cast<int>(d.runs_.size());
-        for_rows(runs, [&](int i) {
-            const RowRun& run = d.runs_[i];
-            for (int row = run.row; row < run.row + run.rows; ++row) store_row(w, layer, rope, row, run.item);
+        pool.for_each_piece(runs, std::max(1, runs / (4 * pool.size())), [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t i = begin; i < end; ++i) {
+                const RowRun& run = d.runs_[i];
+                for (int row = run.row; row < run.row + run.rows; ++row) store_row(w, layer, rope, row, run.item);
+            }
         });
     }
 
@@ -216,7 +211,7 @@ struct Decoder::Pass {
     // The last layer's post norm.
     void finish_rows(int thread) {
         const Vector& norm = *post_ffn_norm(spec.num_layers - 1);
-        for_rows(rows, [&](int row) {
+        for_rows(pool, rows, [&](int row) {
             const std::size_t at = std::size_t(row) * hidden;
             d.rows_.add_rms_norm(d.y_ + at, norm.data(), hidden, spec.norm_eps, d.x_ + at);
         });
@@ -227,7 +222,7 @@ struct Decoder::Pass {
     void head_piece(int thread, int begin, int count) {
         const MatrixView& head = d.weights_.lm_head();
         const ActRows y = activations(d.y_, count, hidden);
-        for_rows(count, [&](int i) {
+        for_rows(pool, count, [&](int i) {
             const float* x = d.x_ + std::size_t(d.head_rows_[begin + i]) * hidden;
             d.rows_.rms_norm(x, d.weights_.final_norm().data(), hidden, spec.norm_eps, d.y_ + std::size_t(i) * hidden);
             if (is_quantized(head.type)) d.matmul_.quantize_row(y, i);
@@ -240,7 +235,7 @@ struct Decoder::Pass {
         end_phase(thread, d.profile.matmul);
 
         if (spec.logit_softcap > 0.0f) {
-            for_rows(count, [&](int i) { d.rows_.softcap(d.logits_ + i * vocab, spec.vocab_size, spec.logit_softcap); });
+            for_rows(pool, count, [&](int i) { d.rows_.softcap(d.logits_ + i * vocab, spec.vocab_size, spec.logit_softcap); });
             end_phase(thread, d.profile.other);
         }
         draw(thread, begin, count);

@@ -5,10 +5,9 @@
 namespace chairlift {
 namespace {
 
-// Of a row's values; rows start on a cache line so that threads do not share one. (The numbers by group of sixteen rows do
-// share lines: each is written once and read by many kernels.)
+// Of a row's values; rows start on a cache line so that threads do not share one.
 std::size_t value_stride(int cols) { return (static_cast<std::size_t>(cols) + 63) / 64 * 64; }
-std::size_t groups_bytes(int cols) { return static_cast<std::size_t>(cols + kGroup - 1) / kGroup * 4 * sizeof(float); }
+std::size_t groups_bytes(int cols) { return static_cast<std::size_t>(cols + kGroup - 1) / kGroup * kRowNumbers * sizeof(float); }
 int whole_tiles(int rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }  // kernels may read all of a tile
 
 }  // namespace
@@ -33,17 +32,16 @@ ActRows ActBuffer::rows(const float* x, std::size_t x_stride, int rows, int cols
 }
 
 void quantize_rows(const MatmulKernels& kernels, const ActRows& x, ThreadPool& pool) {
-    pool.for_each_piece(x.rows, std::max(1, x.rows / (4 * pool.size())), [&](std::int64_t begin, std::int64_t end) {
-        for (int row = static_cast<int>(begin); row < end; row++) kernels.quantize_row(x, row);
-    });
+    for_rows(pool, x.rows, [&](int row) { kernels.quantize_row(x, row); });
 }
 
 void matmul(const MatmulKernels& kernels, std::span<const MatmulJob> jobs, const ActRows& x, ThreadPool& pool) {
     int panels = 0;
     for (const MatmulJob& job : jobs) panels += job.w->panels;
-    // A piece is a run of panels times a slice of the rows: about four pieces a thread, so that they end together, and
-    // no fewer than 32 rows, so that a panel is used often once it is in the cache.
-    const int pieces = pool.size() == 1 ? 1 : 4 * pool.size();
+    // A piece is a run of panels times a slice of the rows: some pieces a thread, so that they end together, but few while
+    // the weights' way from memory is what takes the time, and no fewer than 32 rows, so that a panel is used often once
+    // it is in the cache.
+    const int pieces = pool.size() == 1 ? 1 : (x.rows < 64 ? 4 : 8) * pool.size();
     const int slices = std::clamp(pieces / std::max(panels, 1), 1, std::max(1, x.rows / 32));
     const int tiles = (x.rows + kRowBlock - 1) / kRowBlock;
     const int grain = std::max(1, panels / pieces);

@@ -22,6 +22,18 @@
 namespace chairlift {
 
 constexpr int kRowBlock = 16;  // rows whose numbers by group lie side by side
+constexpr int kRowNumbers = 4;  // of a row and group
+
+// body(row) for all of `count` rows, over all threads; within pool.run(), one such loop between two barriers. Rows whose
+// numbers share a cache line are one thread's, so that the line need not go to and fro.
+template <class Body>
+void for_rows(ThreadPool& pool, int count, Body&& body) {
+    constexpr int line = 64 / (kRowNumbers * sizeof(float));
+    const int some = count / (4 * pool.size()), grain = some < line ? line : some / line * line;
+    pool.for_each_piece(count, grain, [&](std::int64_t begin, std::int64_t end) {
+        for (int row = static_cast<int>(begin); row < end; ++row) body(row);
+    });
+}
 
 // Activations as the kernels read them: plain data, does not own. Row r starts at x + r * x_stride and q + r * q_stride.
 // The quantised form may be absent if no weight of the product is quantised.
@@ -32,14 +44,14 @@ struct ActRows {
     std::size_t x_stride = 0;
     // The rest is written by MatmulKernels::quantize_row. Per row: cols int8 values; and per group of 32 four numbers:
     // scale, scale * sum of the values, sum of the values, sum of the first 16 values. Those of sixteen rows lie side by
-    // side, [block of rows][group][number][row of the block], so that a kernel finds them from one address.
+    // side, [block of rows][group][row of the block][number], so that a kernel finds them from one address.
     std::int8_t* q = nullptr;
     std::size_t q_stride = 0;
     float* groups = nullptr;
 
-    CHAIRLIFT_INLINE float* groups_of(int row) const {  // the first group's; then 4 * kRowBlock from group to group
-        const std::size_t of_tile = static_cast<std::size_t>(cols / kGroup) * 4 * kRowBlock;
-        return groups + row / kRowBlock * of_tile + row % kRowBlock;
+    CHAIRLIFT_INLINE float* groups_of(int row) const {  // the first group's; kRowNumbers * kRowBlock from group to group
+        const std::size_t of_block = static_cast<std::size_t>(cols / kGroup) * kRowNumbers * kRowBlock;
+        return groups + row / kRowBlock * of_block + row % kRowBlock * kRowNumbers;
     }
 };
 

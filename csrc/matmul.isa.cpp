@@ -20,8 +20,8 @@ struct Rows {  // of the activations, at the first row of a tile
     const float* groups;
 };
 
-constexpr int kGroupStep = 4 * kRowBlock;  // from a group's numbers to the next one's
-enum Number { kScale = 0, kScaledSum = kRowBlock, kSum = 2 * kRowBlock, kFirstSum = 3 * kRowBlock };  // of row 0
+enum Number { kScale, kScaledSum, kSum, kFirstSum };  // of a row and group
+constexpr int kGroupStep = kRowNumbers * kRowBlock;   // from a group's to the next one's
 
 // Whether the weights of a type come out of multiply_group with their zero taken away.
 constexpr bool multiplied_without_zero(Type type) {
@@ -162,7 +162,7 @@ CHAIRLIFT_INLINE void add_products(const std::uint8_t* block, int part, const fl
     const f32x16 scales = load_scales<type>(block + layout.value_bytes() + part * layout.scale_row_bytes());
     CHAIRLIFT_UNROLL
     for (int r = 0; r < R; r++) {
-        const float* of_row = x_group + r;
+        const float* of_row = x_group + r * kRowNumbers;
         f32x16 product = to_float(sums(r));
         if constexpr (layout.zero != 0 && !multiplied_without_zero(type)) {  // still exact: integers below 2^24
             const float sum = layout.scale_rows == 1 ? of_row[kSum]
@@ -177,7 +177,7 @@ template <Type type, int R>
 CHAIRLIFT_INLINE void add_minimums(const std::uint8_t* block, const float* x_group, f32x16 (&acc)[R]) {
     const f32x16 minimums = load_scales<type>(block + packed_layout(type).minimum_offset());
     CHAIRLIFT_UNROLL
-    for (int r = 0; r < R; r++) acc[r] = fma(broadcast16(x_group[kScaledSum + r]), minimums, acc[r]);
+    for (int r = 0; r < R; r++) acc[r] = fma(broadcast16(x_group[r * kRowNumbers + kScaledSum]), minimums, acc[r]);
 }
 
 // R rows by one panel of quantised weights.
@@ -443,6 +443,20 @@ void gemm(const MatrixView& w, const ActRows& x, int row_begin, int row_end, int
 #undef CHAIRLIFT_CASE
 }
 
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+
+// The numbers of rows that a tile has beyond the last one. Whatever they are, nobody sees what comes of them, but denormal
+// ones would take a hundred times as long.
+void clear_numbers_after(const ActRows& rows) {
+    const int rest = rows.rows % kRowBlock;
+    if (rest < kLeastTiledRows) return;
+    float* numbers = rows.groups_of(rows.rows - 1) + kRowNumbers;
+    for (int k = 0; k < rows.cols; k += kGroup, numbers += kGroupStep)
+        for (int i = 0; i < (kRowBlock - rest) * kRowNumbers; i++) numbers[i] = 0.0f;
+}
+
+#endif
+
 void quantize_row(const ActRows& rows, int row) {
     const float* x = rows.x + row * rows.x_stride;
     std::int8_t* q = rows.q + row * rows.q_stride;
@@ -473,6 +487,9 @@ void quantize_row(const ActRows& rows, int row) {
         x_group[kSum] = both;
         x_group[kFirstSum] = first;
     }
+#ifdef CHAIRLIFT_TILE_PRODUCTS
+    if (row == rows.rows - 1) clear_numbers_after(rows);
+#endif
 }
 
 #ifdef CHAIRLIFT_TILE_PRODUCTS
