@@ -462,14 +462,13 @@ void quantize_row(const ActRows& rows, int row) {
     std::int8_t* q = rows.q + row * rows.q_stride;
     float* x_group = rows.groups_of(row);
     for (int k = 0; k < rows.cols; k += kGroup, x += kGroup, q += kGroup, x_group += kGroupStep) {
-        f32x8 v[4], largest = zero8(), probe = zero8();
+        f32x8 v[4], largest = zero8();
         for (int i = 0; i < 4; i++) {
             v[i] = load(x + 8 * i);
-            largest = max(abs(v[i]), largest);
-            probe = probe + v[i] * zero8();  // NaN if any value is not finite
+            largest = greater_magnitude(v[i], largest);
         }
-        const float peak = maximum(largest);
-        const bool finite = sum(probe) == 0.0f;
+        const float peak = magnitude(largest);
+        const bool finite = peak <= __FLT_MAX__;
         // Below 1e-30 the reciprocal may overflow; such a group is zero to every purpose.
         const bool usable = finite && peak >= 1e-30f;
         const float scale = finite ? (usable ? peak / 127.0f : 0.0f) : __builtin_nanf("");

@@ -64,6 +64,15 @@ CHAIRLIFT_INLINE float maximum(f32x8 a) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+CHAIRLIFT_INLINE f32x8 greater_magnitude(f32x8 a, f32x8 b) {
+    return {_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(abs(a).v), _mm256_castps_si256(b.v)))};
+}
+CHAIRLIFT_INLINE float magnitude(f32x8 a) {
+    const __m256i bits = _mm256_castps_si256(a.v);
+    __m128i s = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1))));
+}
 CHAIRLIFT_INLINE void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 CHAIRLIFT_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

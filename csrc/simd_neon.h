@@ -3,6 +3,8 @@
 
 #include <arm_neon.h>
 
+#include "half.h"
+
 #define CHAIRLIFT_BYTE_PRODUCTS  // dot()
 #define CHAIRLIFT_SIGNED_BYTES   // whose weights are signed
 
@@ -75,6 +77,15 @@ CHAIRLIFT_INLINE float maximum(f32x8 a) {
     const float even = four[0] > four[2] ? four[0] : four[2];
     const float odd = four[1] > four[3] ? four[1] : four[3];
     return even > odd ? even : odd;
+}
+CHAIRLIFT_INLINE float32x4_t greater_bits(float32x4_t a, float32x4_t b) {
+    return vreinterpretq_f32_s32(vmaxq_s32(vreinterpretq_s32_f32(a), vreinterpretq_s32_f32(b)));
+}
+CHAIRLIFT_INLINE f32x8 greater_magnitude(f32x8 a, f32x8 b) {
+    return {greater_bits(vabsq_f32(a.lo), b.lo), greater_bits(vabsq_f32(a.hi), b.hi)};
+}
+CHAIRLIFT_INLINE float magnitude(f32x8 a) {
+    return float_from_bits(static_cast<std::uint32_t>(vmaxvq_s32(vreinterpretq_s32_f32(greater_bits(a.lo, a.hi)))));
 }
 CHAIRLIFT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 CHAIRLIFT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }

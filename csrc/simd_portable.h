@@ -110,6 +110,16 @@ CHAIRLIFT_INLINE float maximum(f32x8 a) {
     const float odd = s[1] > s[3] ? s[1] : s[3];
     return even > odd ? even : odd;
 }
+CHAIRLIFT_INLINE f32x4_t greater_bits(u32x4_t a, u32x4_t b) { return as_float(choose((i32x4_t)a > (i32x4_t)b, a, b)); }
+CHAIRLIFT_INLINE f32x8 greater_magnitude(f32x8 a, f32x8 b) {
+    return {greater_bits(as_bits(a.lo) & 0x7fffffffu, as_bits(b.lo)), greater_bits(as_bits(a.hi) & 0x7fffffffu, as_bits(b.hi))};
+}
+CHAIRLIFT_INLINE float magnitude(f32x8 a) {
+    const u32x4_t bits = as_bits(greater_bits(as_bits(a.lo), as_bits(a.hi)));
+    std::uint32_t greatest = bits[0];
+    for (int i = 1; i < 4; i++) greatest = bits[i] > greatest ? bits[i] : greatest;
+    return float_from_bits(greatest);
+}
 CHAIRLIFT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 CHAIRLIFT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
