@@ -2,8 +2,8 @@
 //
 //   attention_bench ISA THREADS POSITIONS SECONDS
 //
-// Each line of output is "KV_TYPE CASE MICROSECONDS", for one head on each of the threads at once, the best of several
-// rounds: a decode whose keys and values are in the caches, one whose keys and values come from memory, and the rows of
+// Each line of output is "KV_TYPE CASE MICROSECONDS", for one head (of three that decodes take together) on each of the
+// threads at once, the best of several rounds: a decode whose keys and values are in the caches, one whose keys and values come from memory, and the rows of
 // a prompt that make a unit.
 #include <algorithm>
 #include <chrono>
@@ -43,8 +43,9 @@ struct Sequences {
         shape.head = {kHeadDim, kBlock, kv};
         shape.padded_dim = kHeadDim;
         shape.group = kGroup;
+        shape.kv_heads = kHeads;
         shape.tile = kernels.tile(shape.head);
-        shape.block_bytes = 2 * kHeads * kLayers * shape.head.bytes();
+        shape.block_bytes = kHeads * kLayers * shape.head.next_head();
         shape.q_stride = shape.out_stride = kHeads * kGroup * kHeadDim;
         shape.scale = 0.125f;
         table.resize(std::size_t(blocks) * count);
@@ -59,24 +60,22 @@ struct Sequences {
         for (std::size_t block = 0, at = 0; block < table.size(); block++)
             for (int head = 0; head < kHeads; head++)
                 for (int slot = 0; slot < kBlock; slot++, at = (at + 2 * kHeadDim) % (numbers.size() - 2 * kHeadDim)) {
-                    std::uint8_t* const keys = memory.data() + block * shape.block_bytes + head * shape.head.bytes();
+                    std::uint8_t* const keys = memory.data() + block * shape.block_bytes + head * shape.head.next_head();
                     kernels.store_key(shape.head, numbers.data() + at, slot, keys);
-                    kernels.store_value(shape.head, numbers.data() + at + kHeadDim, slot, keys + values_from_keys());
+                    kernels.store_value(shape.head, numbers.data() + at + kHeadDim, slot, keys + shape.head.values());
                 }
     }
 
-    std::size_t values_from_keys() const { return kHeads * shape.head.bytes(); }
-
-    void attend(int sequence, int head, int rows, const float* q, float* out, float* scratch) const {
+    AttentionUnit unit(int sequence, int head, int heads, int rows, const float* q, float* out) const {
         AttentionUnit unit;
         unit.q = q;
         unit.out = out;
+        unit.kv_heads = heads;
         unit.rows = rows;
         unit.first_position = positions - rows;
         unit.table = table.data() + std::size_t(sequence) * blocks;
-        unit.keys = memory.data() + head * shape.head.bytes();
-        unit.values = unit.keys + values_from_keys();
-        kernels.attend(shape, unit, scratch);
+        unit.keys = memory.data() + head * shape.head.next_head();
+        return unit;
     }
 };
 
@@ -93,10 +92,15 @@ double measure(const Sequences& sequences, ThreadPool& pool, int rows, double se
         const double start = now();
         pool.run([&](int thread) {
             std::vector<float> out(floats);
+            const int heads = rows == 1 ? kHeads : 1;
             for (int sequence = thread; sequence < sequences.count; sequence += pool.size())
-                for (int head = 0; head < kHeads; head++)
-                    sequences.attend(sequence, head, rows, q.data(), out.data(),
-                                     reinterpret_cast<float*>(scratch[thread].data()));
+                for (int head = 0; head < kHeads; head += heads) {
+                    AttentionUnit unit = sequences.unit(sequence, head, heads, rows, q.data(), out.data());
+                    const int following = sequence + pool.size();
+                    const AttentionUnit next = sequences.unit(following, head, heads, rows, q.data(), out.data());
+                    if (following < sequences.count) unit.next = &next;
+                    sequences.kernels.attend(sequences.shape, unit, reinterpret_cast<float*>(scratch[thread].data()));
+                }
         });
         best = std::min(best, (now() - start) / (double(sequences.count) / pool.size() * kHeads));
     }
@@ -119,7 +123,7 @@ int main(int argc, char** argv) try {
     } types[] = {{"f32", KvType::f32}, {"f16", KvType::f16}, {"bf16", KvType::bf16}, {"int8", KvType::int8}};
     for (const auto& type : types) {
         const Sequences few(kernels, type.kv, positions, pool.size());
-        const std::size_t bytes = 2 * kHeads * few.shape.head.bytes() * few.blocks;
+        const std::size_t bytes = kHeads * few.shape.head.next_head() * few.blocks;
         std::printf("%s cached %g\n", type.name, measure(few, pool, 1, seconds));
         std::printf("%s prompt %g\n", type.name, measure(few, pool, kRowTile, seconds));
         const int many = static_cast<int>(kBeyondCaches / bytes / pool.size() + 1) * pool.size();

@@ -1,7 +1,7 @@
 // Attention of query rows over a paged KV cache (kv_cache.h), and the storing of keys and values into it.
 //
-// The unit of work is some consecutive rows of one item and one KV head with its group of query heads. It walks over the
-// positions in tiles that begin at multiples of the tile size, whatever the block size, and keeps for each query (one
+// The unit of work is some consecutive rows of one item, and one KV head or several with their groups of query heads. It
+// walks over the positions in tiles that begin at multiples of the tile size, whatever the block size, and keeps for each query (one
 // head of one row) the greatest score, the sum of weights and the weighted values so far ("online softmax"). For each
 // query the order of operations depends on its own position and window alone:
 //
@@ -33,6 +33,7 @@ struct AttentionShape {
     KvHead head;
     int padded_dim = 0;  // head_dim rounded up to 16
     int group = 0;       // query heads per KV head
+    int kv_heads = 1;    // at most, of a unit of one row; units of more rows have one
     int tile = 0;        // positions, a multiple of 16, at most kMaxTile
     int table_stride = 1;         // block table entries from one block to the next of the same layers
     std::size_t block_bytes = 0;  // from one block of the cache to the next
@@ -43,14 +44,15 @@ struct AttentionShape {
 };
 
 struct AttentionUnit {
-    const float* q = nullptr;  // the group's heads of the first row, one after the other
+    const float* q = nullptr;  // the groups' heads of the first row, one after the other
     float* out = nullptr;      // the same layout
+    int kv_heads = 1;
     int rows = 0;              // 1 to kRowTile
     int first_position = 0;    // of the first row; the others follow it
     int window = 0;            // 0: all positions up to its own
     const std::int32_t* table = nullptr;   // the item's first block of this layer
-    const std::uint8_t* keys = nullptr;    // this layer's and head's in block 0
-    const std::uint8_t* values = nullptr;
+    const std::uint8_t* keys = nullptr;    // this layer's in block 0, of the first head
+    const AttentionUnit* next = nullptr;   // what this thread will do after it, if that is known
 };
 
 struct AttentionKernels {

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "attention_parts.h"
 #include "half.h"
 
@@ -17,7 +19,6 @@ constexpr int kVectors = kRegisters16 >= 32 ? 4 : 1;     // sums of a query that
 
 CHAIRLIFT_INLINE f32x16 load_stored(const float* p) { return load16(p); }
 CHAIRLIFT_INLINE f32x16 load_stored(const std::uint16_t* p) { return load16_f16(p); }
-CHAIRLIFT_INLINE f32x16 load_stored(const Bf16* p) { return load16_bf16(&p->bits); }
 CHAIRLIFT_INLINE f32x16 load_stored(const std::int8_t* p) { return load16_i8(p); }
 
 CHAIRLIFT_INLINE int run_end(int position) { return (position + kLanes - 1) / kLanes; }
@@ -33,7 +34,7 @@ CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUn
     for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
         const std::size_t at = block + shape.head.scale_at(slot);
         std::memcpy(scales.keys + i, unit.keys + at, count * sizeof(float));
-        std::memcpy(scales.values + i, unit.values + at, count * sizeof(float));
+        std::memcpy(scales.values + i, unit.keys + shape.head.values() + at, count * sizeof(float));
     });
 }
 
@@ -89,15 +90,66 @@ CHAIRLIFT_INLINE void find_tile(const AttentionShape& shape, const AttentionUnit
         const int position = start + run * kLanes, slot = position % shape.head.block_size;
         const std::size_t block = block_at(shape, unit, position);
         tile.keys[run] = reinterpret_cast<const T*>(unit.keys + block + shape.head.key_at(0, slot));
-        tile.values[run] = reinterpret_cast<const T*>(unit.values + block + shape.head.value_at(slot));
+        tile.values[run] = reinterpret_cast<const T*>(unit.keys + shape.head.values() + block + shape.head.value_at(slot));
     }
 }
 
-// The same, widened to floats in the scratch memory. What lies in the runs beyond begin..end may be anything.
+// `count` positions of a block, from `slot` on, widened: keys number by number, values one after the other.
+template <class T>
+CHAIRLIFT_INLINE void widen_piece(const AttentionShape& shape, const std::uint8_t* block, int slot, int count,
+                                  float* wide_keys, float* wide_values) {
+    const KvHead& head = shape.head;
+    for (int first = 0; first < count; first += kLanes) {
+        const int some = count - first < kLanes ? count - first : kLanes;
+        const T* key = reinterpret_cast<const T*>(block + head.key_at(0, slot + first));
+        float* out = wide_keys + first;
+        for (int number = 0; number < head.head_dim; ++number, key += head.block_size, out += shape.tile) {
+            if (some == kLanes) {
+                store(out, load_stored(key));
+            } else {
+                T lanes[kLanes] = {};
+                float wide[kLanes];
+                for (int lane = 0; lane < some; ++lane) lanes[lane] = key[lane];
+                store(wide, load_stored(lanes));
+                for (int lane = 0; lane < some; ++lane) out[lane] = wide[lane];
+            }
+        }
+    }
+    const T* value = reinterpret_cast<const T*>(block + head.values() + head.value_at(slot));
+    for (int i = 0; i < count; ++i, value += head.head_dim, wide_values += shape.padded_dim) {
+        int number = 0;
+        for (; number + kLanes <= head.head_dim; number += kLanes) store(wide_values + number, load_stored(value + number));
+        if (number == head.head_dim) continue;
+        T lanes[kLanes] = {};
+        for (int lane = 0; number + lane < head.head_dim; ++lane) lanes[lane] = value[number + lane];
+        store(wide_values + number, load_stored(lanes));
+    }
+}
+
+// The same of bf16, which lie by pairs.
+template <>
+CHAIRLIFT_INLINE void widen_piece<Bf16>(const AttentionShape& shape, const std::uint8_t* block, int slot, int count,
+                                        float* wide_keys, float* wide_values) {
+    const KvHead& head = shape.head;
+    for (int number = 0; number < head.head_dim; number += 2, wide_keys += 2 * shape.tile) {
+        const Bf16* pair = reinterpret_cast<const Bf16*>(block + head.key_at(number, slot));
+        for (int i = 0; i < count; ++i, pair += 2) {
+            wide_keys[i] = float_from_bf16(pair[0].bits);
+            wide_keys[shape.tile + i] = float_from_bf16(pair[1].bits);
+        }
+    }
+    for (int i = 0; i < count; ++i, wide_values += shape.padded_dim) {
+        const Bf16* value = reinterpret_cast<const Bf16*>(block + head.values() + head.value_at(slot + i));
+        for (int number = 0; number < head.head_dim; ++number) wide_values[number] = float_from_bf16(value[2 * number].bits);
+        for (int number = head.head_dim; number < shape.padded_dim; ++number) wide_values[number] = 0.0f;
+    }
+}
+
+// All of a tile, widened to floats in the scratch memory. What lies in the runs beyond begin..end may be anything.
 template <class T>
 CHAIRLIFT_INLINE void widen_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
                                  const Work& work, Tile<float>& tile) {
-    const int head_dim = shape.head.head_dim, dim = shape.padded_dim;
+    const int dim = shape.padded_dim;
     tile.key_stride = shape.tile;
     tile.value_stride = dim;
     for (int run = begin / kLanes; run < run_end(end); ++run) {
@@ -105,41 +157,14 @@ CHAIRLIFT_INLINE void widen_tile(const AttentionShape& shape, const AttentionUni
         tile.values[run] = work.values + std::size_t(run) * kLanes * dim;
     }
     for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
-        const T* keys = reinterpret_cast<const T*>(unit.keys + block);
-        const T* values = reinterpret_cast<const T*>(unit.values + block + shape.head.value_at(slot));
-        for (int first = 0; first < count; first += kLanes) {
-            const int some = count - first < kLanes ? count - first : kLanes;
-            for (int number = 0; number < head_dim; ++number) {
-                const T* key = keys + std::size_t(number) * shape.head.block_size + slot + first;
-                float* out = work.keys + number * shape.tile + i + first;
-                if (some == kLanes) {
-                    store(out, load_stored(key));
-                } else {
-                    T lanes[kLanes] = {};
-                    float wide[kLanes];
-                    for (int lane = 0; lane < some; ++lane) lanes[lane] = key[lane];
-                    store(wide, load_stored(lanes));
-                    for (int lane = 0; lane < some; ++lane) out[lane] = wide[lane];
-                }
-            }
-        }
-        for (int key = 0; key < count; ++key) {
-            const T* value = values + std::size_t(key) * head_dim;
-            float* out = work.values + std::size_t(i + key) * dim;
-            int number = 0;
-            for (; number + kLanes <= head_dim; number += kLanes) store(out + number, load_stored(value + number));
-            if (number == head_dim) continue;
-            T lanes[kLanes] = {};
-            for (int lane = 0; number + lane < head_dim; ++lane) lanes[lane] = value[number + lane];
-            store(out + number, load_stored(lanes));
-        }
+        widen_piece<T>(shape, unit.keys + block, slot, count, work.keys + i, work.values + std::size_t(i) * dim);
     });
 }
 
 // All of it at once, into the second cache: the first one's few miss buffers would fill up, and the work at hand stand
 // still.
-CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start, int last) {
-    for_stored(shape, unit, start, last, [](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
+CHAIRLIFT_INLINE void prefetch_tile(const AttentionShape& shape, const AttentionUnit& unit, int start) {
+    for_stored(shape, unit, start, [](const std::uint8_t* begin, std::size_t bytes) CHAIRLIFT_ALWAYS {
         for (std::size_t byte = 0; byte < bytes; byte += 64) prefetch_l2(begin + byte);
     });
 }
@@ -342,33 +367,50 @@ CHAIRLIFT_INLINE void end_queries(const AttentionShape& shape, const AttentionUn
 }
 
 template <class T>
-void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+void attend_one_head(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
     const Work work = divide(shape, scratch);
-    // Widening pays when several rows use a tile, and makes vectors whole where the cache has odd ones.
-    const bool whole = shape.head.block_size % kLanes == 0 && shape.head.head_dim % kLanes == 0;
-    const bool widened = !whole || (unit.rows > 1 && shape.head.kv != KvType::f32);
-    const int last = unit.first_position + unit.rows - 1;
+    const int last = last_position(unit);
     const int from = first_in_view(unit.first_position, unit.window);  // the later rows begin there or after it
     begin_queries(shape, unit, work);
     const auto with_tiles = [&](auto& tile, auto&& find) {
         tile.scales.used = shape.head.kv == KvType::int8;
-        for (int start = from / shape.tile * shape.tile; start <= last; start += shape.tile) {
+        for (int start = first_tile(shape, unit); start <= last; start += shape.tile) {
             const int begin = from > start ? from - start : 0;
             const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
             find(start, begin, end);
             if (tile.scales.used) find_scales(shape, unit, start, begin, end, tile.scales);
-            prefetch_tile(shape, unit, start + shape.tile, last);
+            prefetch_tile(shape, unit, start + shape.tile);
             add_tile(shape, unit, work, tile, start);
         }
     };
-    if (widened) {
+    const auto widened = [&] {
         Tile<float> tile;
         with_tiles(tile, [&](int start, int begin, int end) { widen_tile<T>(shape, unit, start, begin, end, work, tile); });
+    };
+    if constexpr (std::is_same_v<T, Bf16>) {
+        widened();
     } else {
-        Tile<T> tile;
-        with_tiles(tile, [&](int start, int begin, int end) { find_tile(shape, unit, start, begin, end, tile); });
+        // Widening pays when several rows use a tile, and makes vectors whole where the cache has odd ones.
+        const bool whole = shape.head.block_size % kLanes == 0 && shape.head.head_dim % kLanes == 0;
+        if (!whole || (unit.rows > 1 && shape.head.kv != KvType::f32)) {
+            widened();
+        } else {
+            Tile<T> tile;
+            with_tiles(tile, [&](int start, int begin, int end) { find_tile(shape, unit, start, begin, end, tile); });
+        }
     }
     end_queries(shape, unit, work);
+}
+
+template <class T>
+void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+    AttentionUnit one = unit_of_head(shape, unit, 0);
+    for (int head = 0; head < unit.kv_heads; ++head) {
+        const AttentionUnit next = unit_of_head(shape, unit, head + 1);
+        one.next = head + 1 < unit.kv_heads ? &next : unit.next;
+        attend_one_head<T>(shape, one, scratch);
+        one = next;
+    }
 }
 
 #ifndef CHAIRLIFT_TILE_PRODUCTS
@@ -409,17 +451,18 @@ CHAIRLIFT_INLINE void narrow(f32x8 v, float inverse, std::int8_t* out) {
     inverse == 0.0f ? store_i8(out, zero8()) : store_i8(out, v * broadcast(inverse));  // v may not be finite
 }
 
-// The floats of x as the cache stores them, one at out[i * stride]; `inverse` is of the scale.
-template <class T>
+// The floats of x as the cache stores them: P of them side by side, and then `stride` numbers from one such place to the
+// next. `inverse` is of the scale.
+template <int P, class T>
 CHAIRLIFT_INLINE void store_numbers(const float* x, int n, float inverse, T* out, std::size_t stride) {
     for (int i = 0; i < n; i += 8) {
         const int count = n - i < 8 ? n - i : 8;
         T lanes[8];
         narrow(count == 8 ? load(x + i) : load_first(x + i, count), inverse, lanes);
-        if (count == 8 && stride == 1) {
+        if (count == 8 && stride == P) {
             std::memcpy(out + i, lanes, sizeof lanes);
         } else {
-            for (int lane = 0; lane < count; ++lane) out[(i + lane) * stride] = lanes[lane];
+            for (int lane = 0; lane < count; lane += P) std::memcpy(out + (i + lane) / P * stride, lanes + lane, P * sizeof(T));
         }
     }
 }
@@ -438,27 +481,29 @@ CHAIRLIFT_INLINE float byte_scale(const float* x, int n, float* inverse) {
     return usable ? peak / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }
 
+// One key or value, the first number of which is at `at`, and then P and P.
+template <int P>
 CHAIRLIFT_INLINE void store_vector(const KvHead& head, const float* x, int slot, std::uint8_t* stored, std::size_t at,
                                    std::size_t stride) {
     std::uint8_t* out = stored + at;
     float scale, inverse;
     switch (head.kv) {
-        case KvType::f32: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<float*>(out), stride);
-        case KvType::f16: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<std::uint16_t*>(out), stride);
-        case KvType::bf16: return store_numbers(x, head.head_dim, 1.0f, reinterpret_cast<Bf16*>(out), stride);
+        case KvType::f32: return store_numbers<1>(x, head.head_dim, 1.0f, reinterpret_cast<float*>(out), stride);
+        case KvType::f16: return store_numbers<1>(x, head.head_dim, 1.0f, reinterpret_cast<std::uint16_t*>(out), stride);
+        case KvType::bf16: return store_numbers<P>(x, head.head_dim, 1.0f, reinterpret_cast<Bf16*>(out), 2 * stride);
         case KvType::int8:
             scale = byte_scale(x, head.head_dim, &inverse);
-            store_numbers(x, head.head_dim, inverse, reinterpret_cast<std::int8_t*>(out), stride);
+            store_numbers<1>(x, head.head_dim, inverse, reinterpret_cast<std::int8_t*>(out), stride);
             std::memcpy(stored + head.scale_at(slot), &scale, sizeof scale);
     }
 }
 
 void store_key(const KvHead& head, const float* key, int slot, std::uint8_t* keys) {
-    store_vector(head, key, slot, keys, head.key_at(0, slot), head.block_size);
+    store_vector<2>(head, key, slot, keys, head.key_at(0, slot), head.block_size);
 }
 
 void store_value(const KvHead& head, const float* value, int slot, std::uint8_t* values) {
-    store_vector(head, value, slot, values, head.value_at(slot), 1);
+    store_vector<1>(head, value, slot, values, head.value_at(slot), 1);
 }
 
 }  // namespace

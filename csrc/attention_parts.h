@@ -18,6 +18,16 @@ CHAIRLIFT_INLINE std::size_t block_at(const AttentionShape& shape, const Attenti
     return unit.table[position / shape.head.block_size * shape.table_stride] * shape.block_bytes;
 }
 
+// The same rows and one of the heads.
+CHAIRLIFT_INLINE AttentionUnit unit_of_head(const AttentionShape& shape, const AttentionUnit& unit, int head) {
+    AttentionUnit one = unit;
+    one.kv_heads = 1;
+    one.q += std::size_t(head) * shape.group * shape.head.head_dim;
+    one.out += std::size_t(head) * shape.group * shape.head.head_dim;
+    one.keys += head * shape.head.next_head();
+    return one;
+}
+
 // body(i, count, block, slot) for the pieces of begin..end of the tile at `start` that lie in one block.
 template <class Body>
 CHAIRLIFT_INLINE void for_pieces(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
@@ -29,22 +39,37 @@ CHAIRLIFT_INLINE void for_pieces(const AttentionShape& shape, const AttentionUni
     }
 }
 
-// body(begin, bytes) for what the cache holds of the tile at `start`, but nothing after position `last`: to be asked for
-// before it is used, since the processor cannot foresee where the next block lies.
+CHAIRLIFT_INLINE int last_position(const AttentionUnit& unit) { return unit.first_position + unit.rows - 1; }
+
+// The first tile that a row of the unit sees something of.
+CHAIRLIFT_INLINE int first_tile(const AttentionShape& shape, const AttentionUnit& unit) {
+    return first_in_view(unit.first_position, unit.window) / shape.tile * shape.tile;
+}
+
 template <class Body>
-CHAIRLIFT_INLINE void for_stored(const AttentionShape& shape, const AttentionUnit& unit, int start, int last, Body&& body) {
-    const int end = last + 1 - start < shape.tile ? last + 1 - start : shape.tile;
+CHAIRLIFT_INLINE void for_stored_of(const AttentionShape& shape, const AttentionUnit& unit, int start, Body&& body) {
+    const int rest = last_position(unit) + 1 - start, end = rest < shape.tile ? rest : shape.tile;
     const KvHead& head = shape.head;
     for_pieces(shape, unit, start, 0, end, [&](int, int positions, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
-        const std::uint8_t* const keys = unit.keys + block;
-        if (positions == head.block_size) {  // all of the block's keys, in one piece
-            body(keys, head.value_at(positions));
-        } else {
-            for (int number = 0; number < head.head_dim; ++number)
+        const std::uint8_t* keys = unit.keys + block;
+        if (head.block_size <= shape.tile) return body(keys, unit.kv_heads * head.next_head());
+        for (int i = 0; i < unit.kv_heads; ++i, keys += head.next_head()) {
+            for (int number = 0; number < head.head_dim; number += head.side_by_side())
                 body(keys + head.key_at(number, slot), head.key_at(0, positions));
+            body(keys + head.values() + head.value_at(slot), head.value_at(positions));
         }
-        body(unit.values + block + head.value_at(slot), head.value_at(positions));
     });
+}
+
+// body(begin, bytes) for what the cache holds of a unit's tile at `start`: to be asked for before it is used, since the
+// processor cannot foresee where the next block lies. After the unit's last tile comes the first one of the next unit.
+template <class Body>
+CHAIRLIFT_INLINE void for_stored(const AttentionShape& shape, const AttentionUnit& unit, int start, Body&& body) {
+    if (start > last_position(unit)) {
+        if (unit.next) for_stored_of(shape, *unit.next, first_tile(shape, *unit.next), body);
+    } else {
+        for_stored_of(shape, unit, start, body);
+    }
 }
 
 struct View {

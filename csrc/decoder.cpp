@@ -142,6 +142,7 @@ AttentionShape Decoder::attention_shape(const KvHead& head) const {
     shape.head = head;
     shape.padded_dim = round_up(spec_.head_dim, 16);
     shape.group = spec_.group();
+    shape.kv_heads = spec_.num_kv_heads;
     shape.tile = attention_.tile(head);
     shape.scale = spec_.attn_scale;
     shape.softcap = spec_.attn_softcap;
@@ -153,7 +154,7 @@ AttentionShape Decoder::attention_shape(const KvHead& head) const {
 std::size_t Decoder::workspace_bytes(int max_rows, int max_samples, KvType kv) const {
     if (max_rows < 1 || max_samples < 0) throw std::invalid_argument("max_rows must be at least 1, max_samples 0");
     const Layout layout(*this, attention_shape({spec_.head_dim, 1, kv}), max_rows);
-    const std::size_t plans = std::size_t(max_rows) * (sizeof(RowRun) + 2 * sizeof(int)) +
+    const std::size_t plans = std::size_t(max_rows) * (spec_.num_kv_heads * sizeof(RowUnit) + 3 * sizeof(int)) +
                               std::size_t(max_samples) * (sizeof(int) + sizeof(Draw) + sizeof(DrawResult));
     return layout.size + ActBuffer::bytes(max_rows, layout.most_cols) + plans +
            pool_.size() * (Sampler::bytes(spec_.vocab_size) + matmul_.thread_bytes);
@@ -197,7 +198,8 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
 
     samplers_.clear();
     for (int i = 0; i < pool_.size(); ++i) samplers_.push_back(std::make_unique<Sampler>(isa_, spec_.vocab_size));
-    runs_.reserve(max_rows);
+    units_.reserve(std::size_t(max_rows) * spec_.num_kv_heads);
+    item_of_row_.reserve(max_rows);
     head_rows_.reserve(max_rows);
     first_draw_.reserve(max_rows + 1);
     draw_order_.reserve(max_samples);
@@ -207,18 +209,28 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
                cache.windows,    max_rows,            max_samples};
 }
 
-// Divides the rows into runs for attention. How finely does not change any bit, only how well the threads are used.
+// Divides the rows and heads into units of attention. How finely does not change any bit, only how well the threads are
+// used.
 void Decoder::plan_rows(const StepInput& input) {
-    const int units = 4 * pool_.size();  // about so many a thread, so that they end together
+    const int enough = 4 * pool_.size();  // units, so that the threads end together
+    const int heads = spec_.num_kv_heads;
     const auto most = static_cast<int>(
-        std::clamp(std::int64_t{input.rows()} * spec_.num_kv_heads / units, std::int64_t{1}, std::int64_t{kRowTile}));
-    runs_.clear();
-    for (int item = 0; item < input.items(); ++item)
-        for (int row = input.item_rows[item]; row < input.item_rows[item + 1]; row += most) {
-            const int count = std::min(most, input.item_rows[item + 1] - row);
-            runs_.push_back({row, count, item, std::int64_t{count} * (input.positions[row] + count)});
+        std::clamp(std::int64_t{input.rows()} * heads / enough, std::int64_t{1}, std::int64_t{kRowTile}));
+    // All heads of a row are read from memory sooner than each by itself.
+    const int together = input.items() >= enough ? heads : 1;
+    units_.clear();
+    item_of_row_.clear();
+    for (int item = 0; item < input.items(); ++item) {
+        const int end = input.item_rows[item + 1];
+        item_of_row_.resize(end, item);
+        for (int row = input.item_rows[item], count; row < end; row += count) {
+            count = std::min(most, end - row);
+            const int some = count == 1 ? together : 1;
+            const std::int64_t cost = std::int64_t{count} * some * (input.positions[row] + count);
+            for (int head = 0; head < heads; head += some) units_.push_back({row, count, item, head, some, cost});
         }
-    std::sort(runs_.begin(), runs_.end(), [](const RowRun& a, const RowRun& b) { return a.cost > b.cost; });
+    }
+    std::sort(units_.begin(), units_.end(), [](const RowUnit& a, const RowUnit& b) { return a.cost > b.cost; });
 }
 
 // Orders the draws by row, and lists the rows whose logits they need.

@@ -80,9 +80,9 @@ public:
     Profile profile;
 
 private:
-    // Consecutive rows of one item: what one unit of attention takes.
-    struct RowRun {
-        int row, rows, item;
+    // Consecutive rows of one item, and consecutive KV heads: what one unit of attention takes.
+    struct RowUnit {
+        int row, rows, item, head, heads;
         std::int64_t cost;
     };
     struct Rope {
@@ -123,7 +123,8 @@ private:
     int logit_rows_ = 0;              // rows of logits_: the head works in pieces of so many
 
     std::vector<std::unique_ptr<Sampler>> samplers_;  // one a thread
-    std::vector<RowRun> runs_;        // costliest first
+    std::vector<RowUnit> units_;      // costliest first
+    std::vector<int> item_of_row_;
     std::vector<int> draw_order_;     // draws by row
     std::vector<int> head_rows_;      // rows that some draw needs, ascending, each once
     std::vector<int> first_draw_;     // of each head row, in draw_order_; one more at the end

@@ -149,13 +149,7 @@ struct Decoder::Pass {
     // Norms and rotates queries and keys, and writes keys and values into the cache.
     void store_rows(const LayerWeights& w, int layer) {
         const Rope& rope = local(layer) ? d.rope_local_ : d.rope_;
-        const int runs = static_cast<int>(d.runs_.size());
-        pool.for_each_piece(runs, std::max(1, runs / (4 * pool.size())), [&](std::int64_t begin, std::int64_t end) {
-            for (std::int64_t i = begin; i < end; ++i) {
-                const RowRun& run = d.runs_[i];
-                for (int row = run.row; row < run.row + run.rows; ++row) store_row(w, layer, rope, row, run.item);
-            }
-        });
+        for_rows(pool, rows, [&](int row) { store_row(w, layer, rope, row, d.item_of_row_[row]); });
     }
 
     bool local(int layer) const { return spec.layer_windows[layer] > 0 && !(spec.rope_local == spec.rope); }
@@ -173,12 +167,10 @@ struct Decoder::Pass {
         const int position = input.positions[row], slot = position % cache.head.block_size;
         const int block = table_of(item, layer)[position / cache.head.block_size * d.attention_shape_.table_stride];
         std::uint8_t* keys = d.cache_memory_->data() + block * cache.block_bytes + cache.slot_of[layer] * cache.layer_bytes;
-        std::uint8_t* values = keys + spec.num_kv_heads * cache.head.bytes();
-        for (int head = 0; head < spec.num_kv_heads; ++head) {
+        for (int head = 0; head < spec.num_kv_heads; ++head, keys += cache.head.next_head()) {
             const float* key = heads + q + std::size_t(head) * spec.head_dim;
-            const std::size_t at = head * cache.head.bytes();
-            d.attention_.store_key(cache.head, key, slot, keys + at);
-            d.attention_.store_value(cache.head, key + kv, slot, values + at);
+            d.attention_.store_key(cache.head, key, slot, keys);
+            d.attention_.store_value(cache.head, key + kv, slot, keys + cache.head.values());
         }
     }
 
@@ -187,25 +179,37 @@ struct Decoder::Pass {
         return input.block_tables.data() + input.table_offsets[item] + d.cache_.group_of[layer];
     }
 
+    // A thread takes a unit while it still has one to do, so that it can ask for what the memory has of it.
     void attend(int thread, int layer) {
+        float* const scratch = d.scratch_ + d.scratch_stride_ * thread;
+        const auto units = static_cast<std::int64_t>(d.units_.size());
+        AttentionUnit taken[2];
+        std::int64_t index = pool.claim(1);
+        if (index < units) taken[0] = unit_at(index, layer);
+        for (int at = 0; index < units; at = 1 - at) {
+            index = pool.claim(1);
+            if (index < units) {
+                taken[1 - at] = unit_at(index, layer);
+                taken[at].next = &taken[1 - at];
+            }
+            d.attention_.attend(d.attention_shape_, taken[at], scratch);
+        }
+    }
+
+    AttentionUnit unit_at(std::int64_t index, int layer) const {
         const CacheShape& cache = d.cache_;
-        const int kv_heads = spec.num_kv_heads;
-        float* scratch = d.scratch_ + d.scratch_stride_ * thread;
-        const std::uint8_t* keys = d.cache_memory_->data() + cache.slot_of[layer] * cache.layer_bytes;
-        pool.for_each_piece(std::int64_t(d.runs_.size()) * kv_heads, 1, [&](std::int64_t index, std::int64_t) {
-            const RowRun& run = d.runs_[index / kv_heads];
-            const std::size_t head = index % kv_heads, head_floats = head * spec.group() * spec.head_dim;
-            AttentionUnit unit;
-            unit.q = d.qkv_ + std::size_t(run.row) * qkv + head_floats;
-            unit.out = d.attended_ + std::size_t(run.row) * q + head_floats;
-            unit.rows = run.rows;
-            unit.first_position = input.positions[run.row];
-            unit.window = spec.layer_windows[layer];
-            unit.table = table_of(run.item, layer);
-            unit.keys = keys + head * cache.head.bytes();
-            unit.values = unit.keys + kv_heads * cache.head.bytes();
-            d.attention_.attend(d.attention_shape_, unit, scratch);
-        });
+        const RowUnit& planned = d.units_[index];
+        const std::size_t head_floats = std::size_t(planned.head) * spec.group() * spec.head_dim;
+        AttentionUnit unit;
+        unit.q = d.qkv_ + std::size_t(planned.row) * qkv + head_floats;
+        unit.out = d.attended_ + std::size_t(planned.row) * q + head_floats;
+        unit.kv_heads = planned.heads;
+        unit.rows = planned.rows;
+        unit.first_position = input.positions[planned.row];
+        unit.window = spec.layer_windows[layer];
+        unit.table = table_of(planned.item, layer);
+        unit.keys = d.cache_memory_->data() + cache.slot_of[layer] * cache.layer_bytes + planned.head * cache.head.next_head();
+        return unit;
     }
 
     // The last layer's post norm.

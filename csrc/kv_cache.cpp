@@ -28,7 +28,7 @@ CacheShape::CacheShape(const DecoderSpec& spec, const std::vector<std::vector<in
     }
     if (std::count(group_of.begin(), group_of.end(), -1) > 0)
         throw std::invalid_argument("groups must name each layer once, and some layers are missing");
-    layer_bytes = 2 * head.bytes() * spec.num_kv_heads;
+    layer_bytes = head.next_head() * spec.num_kv_heads;
     block_bytes = layer_bytes * slots;
 }
 

@@ -66,13 +66,11 @@ struct bf16x32 {
 
 CHAIRLIFT_INLINE void store(std::uint32_t* p, bf16x32 a) { _mm512_storeu_si512(p, a.v); }
 
-// a0 b0 a1 b1 ... of sixteen each.
-CHAIRLIFT_INLINE bf16x32 pair_up(const void* a, const void* b) {
-    const __m512i in_turn = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
-                                             23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(a)));
-    const __m512i both = _mm512_inserti64x4(first, _mm256_loadu_si256(static_cast<const __m256i*>(b)), 1);
-    return {_mm512_permutexvar_epi16(in_turn, both)};
+CHAIRLIFT_INLINE bf16x32 load_pairs(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+CHAIRLIFT_INLINE bf16x32 no_pairs() { return {_mm512_setzero_si512()}; }
+// Zeros instead of the first or the second of each pair, unless it is wanted.
+CHAIRLIFT_INLINE bf16x32 keep(bf16x32 a, bool first, bool second) {
+    return {_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>((first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u))))};
 }
 
 CHAIRLIFT_INLINE bool any_differs(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ) != 0; }
@@ -98,6 +96,17 @@ CHAIRLIFT_INLINE void split(f32x16 a, f32x16 b, bf16x32* high, bf16x32* low) {
     *high = upper_halves(a_high, b_high);
     *low = upper_halves(_mm512_castps_si512(_mm512_sub_ps(a.v, _mm512_castsi512_ps(a_high))),
                         _mm512_castps_si512(_mm512_sub_ps(b.v, _mm512_castsi512_ps(b_high))));
+}
+
+// 2^x within 1.5e-7 of it, and 1 for 0; 0 below 2^-126 (and for -infinity), NaN for NaN. The polynomial is the best of its
+// degree for 0 <= x < 1.
+CHAIRLIFT_INLINE f32x16 power_of_2(f32x16 x) {
+    const __m512 fraction = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(1.86713086e-3f);
+    for (const float c : {9.01702885e-3f, 5.57999127e-2f, 2.40164444e-1f, 6.93151295e-1f, 1.0f})
+        p = _mm512_fmadd_ps(p, fraction, _mm512_set1_ps(c));
+    const __mmask16 counts = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return {_mm512_maskz_scalef_ps(counts, p, x.v)};
 }
 
 // Of sixteen vectors, sixteen floats apart from `p` on, what `of_two` makes of each one's lanes: in the lane of its place.

@@ -97,14 +97,15 @@ def test_what_an_int8_cache_holds(build: Any, item: Any, name: str) -> None:
     for kv, number in (("f32", np.float32), ("int8", np.int8)):
         tiny = build(name, kv=kv, num_blocks=1)
         tiny.step([item(random_tokens(tiny.spec.vocab_size, 16), 0, [0])])
-        dim, heads = tiny.spec.head_dim, 2 * tiny.spec.num_kv_heads
+        dim, heads = tiny.spec.head_dim, tiny.spec.num_kv_heads
         first = [group[0] for group in tiny.groups.layers].index(0)  # later layers' inputs differ by rounding
         size = 16 * dim * np.dtype(number).itemsize
         stored = size + (16 * 4 if kv == "int8" else 0)
-        layer = tiny.model.cache()[first][: heads * stored].reshape(heads, stored)
+        layer = tiny.model.cache()[first][: heads * 2 * stored].reshape(heads, 2, stored).transpose(1, 0, 2)
+        layer = layer.reshape(heads * 2, stored)  # keys of all heads, then values
         numbers = layer[:, :size].copy().view(number)
-        keys = numbers[: heads // 2].reshape(-1, dim, 16).transpose(0, 2, 1)
-        vectors[kv] = np.concatenate([keys, numbers[heads // 2 :].reshape(-1, 16, dim)])  # [head, position, number]
+        keys = numbers[:heads].reshape(-1, dim, 16).transpose(0, 2, 1)
+        vectors[kv] = np.concatenate([keys, numbers[heads:].reshape(-1, 16, dim)])  # [head, position, number]
         if kv == "int8":
             assert np.abs(vectors[kv]).max(axis=2).min() == 127
             vectors[kv] = vectors[kv] * layer[:, size:].copy().view(np.float32)[:, :, None]
