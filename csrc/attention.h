@@ -1,9 +1,9 @@
 // Attention of query rows over a paged KV cache (kv_cache.h), and the storing of keys and values into it.
 //
 // The unit of work is some consecutive rows of one item, and one KV head or several with their groups of query heads. It
-// walks over the positions in tiles that begin at multiples of the tile size, whatever the block size, and keeps for each query (one
-// head of one row) the greatest score, the sum of weights and the weighted values so far ("online softmax"). For each
-// query the order of operations depends on its own position and window alone:
+// walks over the positions in tiles that begin at multiples of the tile size, whatever the block size, and keeps for each
+// query (one head of one row) the greatest score, the sum of weights and the weighted values so far ("online softmax").
+// For each query the order of operations depends on its own position and window alone:
 //
 //     for each tile, first to last:  scores of the keys in view, each summed number by number; new maximum; weights;
 //                                    rescale; add values key by key

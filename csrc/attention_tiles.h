@@ -20,7 +20,7 @@ constexpr int kSteps = kPositions / kStep;        // of positions
 constexpr int kColumns = kPositions / kLanes;     // of keys, of sixteen positions
 constexpr int kTile = 16 * kLanes;                // pairs, or sums, of a tile register
 constexpr int kHalves = 2;
-constexpr int kLinesAtOnce = 32;                  // that the memory is asked for
+constexpr int kLinesAtOnce = 4;                   // that the memory is asked for
 
 constexpr float kLog2E = 1.44269504f;  // scores are taken times this, so that weights are powers of 2
 
@@ -46,16 +46,14 @@ public:
         });
     }
 
-    CHAIRLIFT_INLINE void ask(int lines) {
-        while (lines > 0 && next_ < count_) {
-            Piece& piece = pieces_[next_];
-            const int some = lines < piece.lines ? lines : piece.lines;
-            for (int i = 0; i < some; ++i) prefetch_l2(piece.begin + 64 * i);
-            piece.begin += 64 * some;
-            piece.lines -= some;
-            next_ += piece.lines == 0;
-            lines -= some;
-        }
+    // For the next few lines.
+    CHAIRLIFT_INLINE void ask() {
+        if (next_ >= count_) return;
+        Piece& piece = pieces_[next_];
+        for (int i = 0; i < kLinesAtOnce; ++i) prefetch_l2(piece.begin + 64 * i);  // a few beyond its end do no harm
+        piece.begin += 64 * kLinesAtOnce;
+        piece.lines -= kLinesAtOnce;
+        next_ += piece.lines <= 0;
     }
 
 private:
@@ -92,13 +90,14 @@ public:
 
     CHAIRLIFT_INLINE bool over() const { return done_ >= steps; }
 
-    CHAIRLIFT_INLINE void advance(const TileRegisters& tiles) {
+    CHAIRLIFT_INLINE void advance(const TileRegisters& tiles, Ahead& ahead) {
         const bool two = steps - done_ > 1;
         if (column_ == 0) load_left(tiles, two);
         const Right from = right[first + column_];
         const char* rows = static_cast<const char*>(from.rows) + done_ * 16 * from.stride;
         float* const out = sums + (first + column_) * column_floats;
-        turn_ ? multiply<1>(tiles, rows, from.stride, out, two) : multiply<0>(tiles, rows, from.stride, out, two);
+        turn_ ? multiply<1>(tiles, rows, from.stride, out, two, ahead)
+              : multiply<0>(tiles, rows, from.stride, out, two, ahead);
         turn_ = !turn_;
         if (++column_ < last - first) return;
         store_pending(tiles);  // the next steps begin with what it holds
@@ -117,20 +116,24 @@ private:
     }
 
     template <int turn>
-    CHAIRLIFT_INLINE void multiply(const TileRegisters& tiles, const char* rows, std::size_t stride, float* out, bool two) {
+    CHAIRLIFT_INLINE void multiply(const TileRegisters& tiles, const char* rows, std::size_t stride, float* out, bool two,
+                                   Ahead& ahead) {
         if (fresh && done_ == 0) {
             tiles.clear<kSums + turn>();
         } else {
             tiles.load<kSums + turn>(out, row_bytes);
         }
         tiles.load<kRight>(rows, stride);
+        ahead.ask();
         tiles.multiply_halves<kSums + turn, kLeft, kRight>();
         tiles.multiply_halves<kSums + turn, kLeft + 1, kRight>();
+        ahead.ask();
         if (two) {
             tiles.load<kRight + 1>(rows + 16 * stride, stride);
             tiles.multiply_halves<kSums + turn, kLeft + 2, kRight + 1>();
             tiles.multiply_halves<kSums + turn, kLeft + 3, kRight + 1>();
         }
+        ahead.ask();
         if (pending_) tiles.store<kSums + 1 - turn>(pending_, row_bytes);
         pending_ = out;
     }
@@ -145,7 +148,7 @@ private:
     bool turn_ = false;
 };
 
-// Products to be done one after the other, along with other work. Each takes its time: some of what is ahead is asked for.
+// Products to be done one after the other, along with other work. All along, some of what is ahead is asked for.
 class Products {
 public:
     Products(const TileRegisters& tiles, Ahead& ahead) : tiles_(tiles), ahead_(ahead) {}
@@ -157,9 +160,9 @@ public:
 
     // `columns` of them, if there are so many left.
     CHAIRLIFT_INLINE void advance(int columns) {
+        ahead_.ask();
         for (; columns > 0 && at_ < count_; --columns) {
-            queue_[at_].advance(tiles_);
-            ahead_.ask(kLinesAtOnce);
+            queue_[at_].advance(tiles_, ahead_);
             at_ += queue_[at_].over();
         }
     }
@@ -232,9 +235,9 @@ CHAIRLIFT_INLINE TileWork divide_for_tiles(const AttentionShape& shape, float* s
     }
     work.lanes = take(kTile);
     work.values = take_halves(numbers * kPositions);
-    work.columns_of_values = reinterpret_cast<Right*>(take(work.columns * sizeof(Right) / sizeof(float)));
     work.staged_keys = take_halves(numbers * kPositions);
     work.staged_values = take_halves(numbers * kPositions);
+    work.columns_of_values = reinterpret_cast<Right*>(take(work.columns * sizeof(Right) / sizeof(float)));
     return work;
 }
 
@@ -298,7 +301,8 @@ CHAIRLIFT_INLINE void stage_values(const AttentionShape& shape, const AttentionU
 }
 
 // False if some of them are not finite.
-CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work) {
+CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work,
+                                  Ahead& ahead) {
     const PositionTile& tile = work.tile;
     const bool in_cache = whole(shape);
     if (!in_cache) stage_values(shape, unit, work);
@@ -313,6 +317,7 @@ CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUn
         const bool all = sixteen >= tile.begin && sixteen + kLanes <= tile.end;
         std::uint32_t* out = work.values + sixteen / 2 * kLanes;
         for (int i = sixteen; i < sixteen + kLanes; i += 2, out += kLanes) {
+            ahead.ask();
             const bool first = i >= tile.begin && i < tile.end, second = i + 1 >= tile.begin && i + 1 < tile.end;
             for (int column = 0; column < work.columns; ++column, pairs += kLanes) {
                 std::uint32_t* const to = out + std::size_t(column) * kSteps * kTile;
@@ -480,7 +485,7 @@ CHAIRLIFT_INLINE bool add_tile(const TileRegisters& tiles, const AttentionShape&
     const auto begins_head = [&](int slot) CHAIRLIFT_ALWAYS { return slot % work.slots == 0; };
     for (int slot = -1; slot <= slots; ++slot) {
         if (slot > 0) {
-            if (begins_head(slot - 1) && !pack_values(shape, head_of(slot - 1), work)) return false;
+            if (begins_head(slot - 1) && !pack_values(shape, head_of(slot - 1), work, ahead)) return false;
             begin_sums(work, slot - 1, products.add());
         }
         if (slot + 1 < slots) {

@@ -154,7 +154,7 @@ AttentionShape Decoder::attention_shape(const KvHead& head) const {
 std::size_t Decoder::workspace_bytes(int max_rows, int max_samples, KvType kv) const {
     if (max_rows < 1 || max_samples < 0) throw std::invalid_argument("max_rows must be at least 1, max_samples 0");
     const Layout layout(*this, attention_shape({spec_.head_dim, 1, kv}), max_rows);
-    const std::size_t plans = std::size_t(max_rows) * (spec_.num_kv_heads * sizeof(RowUnit) + 3 * sizeof(int)) +
+    const std::size_t plans = std::size_t(max_rows) * (2 * spec_.num_kv_heads * sizeof(RowUnit) + 4 * sizeof(int)) +
                               std::size_t(max_samples) * (sizeof(int) + sizeof(Draw) + sizeof(DrawResult));
     return layout.size + ActBuffer::bytes(max_rows, layout.most_cols) + plans +
            pool_.size() * (Sampler::bytes(spec_.vocab_size) + matmul_.thread_bytes);
@@ -198,8 +198,9 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
 
     samplers_.clear();
     for (int i = 0; i < pool_.size(); ++i) samplers_.push_back(std::make_unique<Sampler>(isa_, spec_.vocab_size));
-    units_.reserve(std::size_t(max_rows) * spec_.num_kv_heads);
-    item_of_row_.reserve(max_rows);
+    for (std::vector<RowUnit>* units : {&units_, &head_units_})
+        units->reserve(std::size_t(max_rows) * spec_.num_kv_heads);
+    for (std::vector<int>* rows : {&all_rows_, &item_of_row_}) rows->reserve(max_rows);
     head_rows_.reserve(max_rows);
     first_draw_.reserve(max_rows + 1);
     draw_order_.reserve(max_samples);
@@ -209,28 +210,34 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
                cache.windows,    max_rows,            max_samples};
 }
 
-// Divides the rows and heads into units of attention. How finely does not change any bit, only how well the threads are
-// used.
 void Decoder::plan_rows(const StepInput& input) {
-    const int enough = 4 * pool_.size();  // units, so that the threads end together
-    const int heads = spec_.num_kv_heads;
-    const auto most = static_cast<int>(
-        std::clamp(std::int64_t{input.rows()} * heads / enough, std::int64_t{1}, std::int64_t{kRowTile}));
-    // All heads of a row are read from memory sooner than each by itself.
-    const int together = input.items() >= enough ? heads : 1;
-    units_.clear();
     item_of_row_.clear();
-    for (int item = 0; item < input.items(); ++item) {
-        const int end = input.item_rows[item + 1];
-        item_of_row_.resize(end, item);
-        for (int row = input.item_rows[item], count; row < end; row += count) {
-            count = std::min(most, end - row);
-            const int some = count == 1 ? together : 1;
-            const std::int64_t cost = std::int64_t{count} * some * (input.positions[row] + count);
-            for (int head = 0; head < heads; head += some) units_.push_back({row, count, item, head, some, cost});
-        }
+    for (int item = 0; item < input.items(); ++item) item_of_row_.resize(input.item_rows[item + 1], item);
+    all_rows_.resize(input.rows());
+    std::iota(all_rows_.begin(), all_rows_.end(), 0);
+    plan_units(input, all_rows_, units_);
+    plan_units(input, head_rows_, head_units_);
+}
+
+// Divides the rows, which ascend, and the heads into units of attention. How finely does not change any bit, only how well
+// the threads are used.
+void Decoder::plan_units(const StepInput& input, std::span<const int> rows, std::vector<RowUnit>& units) const {
+    const int enough = 4 * pool_.size();  // units, so that the threads end together
+    const int heads = spec_.num_kv_heads, size = static_cast<int>(rows.size());
+    const auto most = static_cast<int>(
+        std::clamp(std::int64_t{size} * heads / enough, std::int64_t{1}, std::int64_t{kRowTile}));
+    // All heads of a row are read from memory sooner than each by itself.
+    const int together = size >= enough ? heads : 1;
+    units.clear();
+    for (int i = 0, count; i < size; i += count) {
+        const int row = rows[i], item = item_of_row_[row];
+        const auto follows = [&](int n) { return rows[i + n] == row + n && item_of_row_[row + n] == item; };
+        for (count = 1; count < most && i + count < size && follows(count);) ++count;
+        const int some = count == 1 ? together : 1;
+        const std::int64_t cost = std::int64_t{count} * some * (input.positions[row] + count);
+        for (int head = 0; head < heads; head += some) units.push_back({row, count, item, head, some, i, cost});
     }
-    std::sort(units_.begin(), units_.end(), [](const RowUnit& a, const RowUnit& b) { return a.cost > b.cost; });
+    std::sort(units.begin(), units.end(), [](const RowUnit& a, const RowUnit& b) { return a.cost > b.cost; });
 }
 
 // Orders the draws by row, and lists the rows whose logits they need.

@@ -83,6 +83,7 @@ private:
     // Consecutive rows of one item, and consecutive KV heads: what one unit of attention takes.
     struct RowUnit {
         int row, rows, item, head, heads;
+        int out;  // the row of its results
         std::int64_t cost;
     };
     struct Rope {
@@ -97,6 +98,7 @@ private:
     int logit_rows(int max_rows) const;
     AttentionShape attention_shape(const KvHead& head) const;  // but for what depends on the blocks
     void plan_rows(const StepInput& input);
+    void plan_units(const StepInput& input, std::span<const int> rows, std::vector<RowUnit>& units) const;
     void plan_draws(const StepInput& input);
 
     DecoderSpec spec_;
@@ -123,8 +125,8 @@ private:
     int logit_rows_ = 0;              // rows of logits_: the head works in pieces of so many
 
     std::vector<std::unique_ptr<Sampler>> samplers_;  // one a thread
-    std::vector<RowUnit> units_;      // costliest first
-    std::vector<int> item_of_row_;
+    std::vector<RowUnit> units_, head_units_;  // of all rows, and of head_rows_; costliest first
+    std::vector<int> all_rows_, item_of_row_;
     std::vector<int> draw_order_;     // draws by row
     std::vector<int> head_rows_;      // rows that some draw needs, ascending, each once
     std::vector<int> first_draw_;     // of each head row, in draw_order_; one more at the end

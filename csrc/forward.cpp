@@ -28,7 +28,7 @@ struct Decoder::Pass {
 
     const DecoderSpec& spec = d.spec_;
     ThreadPool& pool = d.pool_;
-    const int rows = input.rows();
+    const int rows = input.rows(), head_rows = static_cast<int>(d.head_rows_.size());
     const int hidden = spec.hidden_size, ffn = spec.ffn_size, q = spec.q_size(), kv = spec.kv_size();
     const int qkv = q + 2 * kv;
 
@@ -36,14 +36,19 @@ struct Decoder::Pass {
         begin_rows();
         end_phase(thread, d.profile.other);
         for (int layer = 0; layer < spec.num_layers && rows > 0; ++layer) {
+            compute_keys(thread, layer);
+            if (rows_from(layer) == 0) return;
             attention_block(thread, layer);
             ffn_block(thread, layer);
         }
-        if (spec.post_norms && rows > 0) finish_rows(thread);
-        const int heads = static_cast<int>(d.head_rows_.size());
-        for (int begin = 0; begin < heads; begin += d.logit_rows_)
-            head_piece(thread, begin, std::min(heads - begin, d.logit_rows_));
+        if (spec.post_norms) finish_rows(thread);
+        for (int begin = 0; begin < head_rows; begin += d.logit_rows_)
+            head_piece(thread, begin, std::min(head_rows - begin, d.logit_rows_));
     }
+
+    // How many rows a layer goes on with once it has stored keys and values: the last one only with those of which logits
+    // are wanted, which it moves to the front.
+    int rows_from(int layer) const { return layer + 1 < spec.num_layers ? rows : head_rows; }
 
     void end_phase(int thread, double& part) {
         pool.barrier();
@@ -77,9 +82,9 @@ struct Decoder::Pass {
     ActRows activations(const float* x, int count, int cols) const { return d.activations_.rows(x, cols, count, cols); }
 
     // x += post_norm(y) where there are post norms, then y = norm(x), quantised if a weight wants that.
-    void norm_rows(const Vector* post_norm, const Vector& norm, bool quantized) {
-        const ActRows y = activations(d.y_, rows, hidden);
-        for_rows(pool, rows, [&](int row) {
+    void norm_rows(int count, const Vector* post_norm, const Vector& norm, bool quantized) {
+        const ActRows y = activations(d.y_, count, hidden);
+        for_rows(pool, count, [&](int row) {
             float* x_row = d.x_ + std::size_t(row) * hidden;
             float* y_row = d.y_ + std::size_t(row) * hidden;
             if (post_norm) d.rows_.add_rms_norm(y_row, post_norm->data(), hidden, spec.norm_eps, x_row);
@@ -99,9 +104,10 @@ struct Decoder::Pass {
         end_phase(thread, d.profile.matmul);
     }
 
-    void attention_block(int thread, int layer) {
+    // Queries, keys and values of all rows; the last two go into the cache.
+    void compute_keys(int thread, int layer) {
         const LayerWeights& w = d.weights_.layer(layer);
-        norm_rows(post_ffn_norm(layer - 1), w.attn_norm, any_quantized({&w.q, &w.k, &w.v}));
+        norm_rows(rows, post_ffn_norm(layer - 1), w.attn_norm, any_quantized({&w.q, &w.k, &w.v}));
         end_phase(thread, d.profile.other);
 
         const std::size_t stride = qkv;
@@ -113,10 +119,18 @@ struct Decoder::Pass {
 
         store_rows(w, layer);
         end_phase(thread, d.profile.other);
-        attend(thread, layer);
+    }
+
+    void attention_block(int thread, int layer) {
+        const LayerWeights& w = d.weights_.layer(layer);
+        const int count = rows_from(layer);
+        if (count < rows && thread == 0)
+            for (int i = 0; i < count; ++i)
+                std::copy_n(d.x_ + std::size_t(d.head_rows_[i]) * hidden, hidden, d.x_ + std::size_t(i) * hidden);
+        attend(thread, layer, count < rows ? d.head_units_ : d.units_);
         end_phase(thread, d.profile.attention);
 
-        const ActRows attended = activations(d.attended_, rows, q);
+        const ActRows attended = activations(d.attended_, count, q);
         if (is_quantized(w.o.view.type)) {
             quantize_rows(d.matmul_, attended, pool);
             end_phase(thread, d.profile.other);
@@ -126,19 +140,20 @@ struct Decoder::Pass {
 
     void ffn_block(int thread, int layer) {
         const LayerWeights& w = d.weights_.layer(layer);
-        norm_rows(spec.post_norms ? &w.post_attn_norm : nullptr, w.ffn_norm, any_quantized({&w.gate, &w.up}));
+        const int count = rows_from(layer);
+        norm_rows(count, spec.post_norms ? &w.post_attn_norm : nullptr, w.ffn_norm, any_quantized({&w.gate, &w.up}));
         end_phase(thread, d.profile.other);
 
         const MatmulJob jobs[] = {{&w.gate.view, d.gate_, std::size_t(ffn), bias(w.gate_bias), false},
                                   {&w.up.view, d.up_, std::size_t(ffn), bias(w.up_bias), false}};
-        matmul(d.matmul_, jobs, activations(d.y_, rows, hidden), pool);
+        matmul(d.matmul_, jobs, activations(d.y_, count, hidden), pool);
         end_phase(thread, d.profile.matmul);
 
-        const ActRows gated = activations(d.gate_, rows, ffn);
+        const ActRows gated = activations(d.gate_, count, ffn);
         const bool quantized = is_quantized(w.down.view.type);
         const auto activate =
             spec.activation == Activation::silu ? d.rows_.silu_times : d.rows_.gelu_tanh_times;
-        for_rows(pool, rows, [&](int row) {
+        for_rows(pool, count, [&](int row) {
             activate(d.gate_ + std::size_t(row) * ffn, d.up_ + std::size_t(row) * ffn, ffn);
             if (quantized) d.matmul_.quantize_row(gated, row);
         });
@@ -180,29 +195,28 @@ struct Decoder::Pass {
     }
 
     // A thread takes a unit while it still has one to do, so that it can ask for what the memory has of it.
-    void attend(int thread, int layer) {
+    void attend(int thread, int layer, const std::vector<RowUnit>& units) {
         float* const scratch = d.scratch_ + d.scratch_stride_ * thread;
-        const auto units = static_cast<std::int64_t>(d.units_.size());
+        const auto count = static_cast<std::int64_t>(units.size());
         AttentionUnit taken[2];
         std::int64_t index = pool.claim(1);
-        if (index < units) taken[0] = unit_at(index, layer);
-        for (int at = 0; index < units; at = 1 - at) {
+        if (index < count) taken[0] = attention_unit(units[index], layer);
+        for (int at = 0; index < count; at = 1 - at) {
             index = pool.claim(1);
-            if (index < units) {
-                taken[1 - at] = unit_at(index, layer);
+            if (index < count) {
+                taken[1 - at] = attention_unit(units[index], layer);
                 taken[at].next = &taken[1 - at];
             }
             d.attention_.attend(d.attention_shape_, taken[at], scratch);
         }
     }
 
-    AttentionUnit unit_at(std::int64_t index, int layer) const {
+    AttentionUnit attention_unit(const RowUnit& planned, int layer) const {
         const CacheShape& cache = d.cache_;
-        const RowUnit& planned = d.units_[index];
         const std::size_t head_floats = std::size_t(planned.head) * spec.group() * spec.head_dim;
         AttentionUnit unit;
         unit.q = d.qkv_ + std::size_t(planned.row) * qkv + head_floats;
-        unit.out = d.attended_ + std::size_t(planned.row) * q + head_floats;
+        unit.out = d.attended_ + std::size_t(planned.out) * q + head_floats;
         unit.kv_heads = planned.heads;
         unit.rows = planned.rows;
         unit.first_position = input.positions[planned.row];
@@ -215,7 +229,7 @@ struct Decoder::Pass {
     // The last layer's post norm.
     void finish_rows(int thread) {
         const Vector& norm = *post_ffn_norm(spec.num_layers - 1);
-        for_rows(pool, rows, [&](int row) {
+        for_rows(pool, head_rows, [&](int row) {
             const std::size_t at = std::size_t(row) * hidden;
             d.rows_.add_rms_norm(d.y_ + at, norm.data(), hidden, spec.norm_eps, d.x_ + at);
         });
@@ -227,7 +241,7 @@ struct Decoder::Pass {
         const MatrixView& head = d.weights_.lm_head();
         const ActRows y = activations(d.y_, count, hidden);
         for_rows(pool, count, [&](int i) {
-            const float* x = d.x_ + std::size_t(d.head_rows_[begin + i]) * hidden;
+            const float* x = d.x_ + std::size_t(begin + i) * hidden;
             d.rows_.rms_norm(x, d.weights_.final_norm().data(), hidden, spec.norm_eps, d.y_ + std::size_t(i) * hidden);
             if (is_quantized(head.type)) d.matmul_.quantize_row(y, i);
         });
@@ -262,8 +276,8 @@ struct Decoder::Pass {
 
 void Decoder::step(const StepInput& input, const StepOutput& output) {
     if (limits_.max_rows == 0) throw std::logic_error("step() before reserve()");
-    plan_rows(input);
     plan_draws(input);
+    plan_rows(input);
     Pass pass{*this, input, output, std::chrono::steady_clock::now()};
     const auto begin = pass.lap;
     step_times_.begin();

@@ -77,6 +77,9 @@ SPECS: dict[str, DecoderSpec] = {
         attn_scale=0.125,
         layer_windows=(40, 0),
     ),
+    "grouped": dataclasses.replace(  # more queries a head than sixteen, of several heads
+        LLAMA, num_heads=34, head_dim=32, rope=RopeSpec(theta=1e4, dims=32, style="half")
+    ),
     "windowed": dataclasses.replace(  # a token is out of sight of those 63 and more positions later
         LLAMA, head_dim=32, rope=RopeSpec(theta=1e4, dims=32, style="half"), layer_windows=(40, 24)
     ),

@@ -15,7 +15,7 @@ import pytest
 from chairlift import _native
 from chairlift.runners.groups import KVGroups
 
-NAMES = ["llama", "interleaved", "gemma", "odd", "wide", "even"]
+NAMES = ["llama", "interleaved", "gemma", "odd", "wide", "even", "grouped"]
 
 
 def random_tokens(vocab_size: int, count: int, seed: int = 1) -> list[int]:

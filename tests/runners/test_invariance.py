@@ -162,10 +162,10 @@ def test_block_sizes(build: Any, item: Any, alone: Any, name: str, quantized: bo
     assert compute(tiny, item, tokens, table, [11, 1]) == expected
 
 
-@pytest.mark.parametrize("kv", ["f16", "bf16"])
-@pytest.mark.parametrize("name", ["gemma", "even"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["gemma", "even", "odd", "grouped"])
 def test_many_rows_beside_one(build: Any, item: Any, alone: Any, name: str, kv: str) -> None:
-    """A decode beside a prompt of 200 tokens and 30 other decodes."""
+    """A decode beside a prompt of 200 tokens and 30 other decodes, each of which takes all its heads together."""
     quantized = name == "gemma"
     tokens, expected = alone(name, quantized, kv)
     tiny = build(name, quantized=quantized, kv=kv, num_blocks=120)
