@@ -3,8 +3,8 @@
 //   attention_bench ISA THREADS POSITIONS SECONDS
 //
 // Each line of output is "KV_TYPE CASE MICROSECONDS", for one head (of three that decodes take together) on each of the
-// threads at once, the best of several rounds: a decode whose keys and values are in the caches, one whose keys and values come from memory, and the rows of
-// a prompt that make a unit.
+// threads at once, the best of several rounds: a decode whose keys and values are in the caches, one whose keys and values
+// come from memory, and the rows of a prompt that make a unit.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -96,9 +96,11 @@ double measure(const Sequences& sequences, ThreadPool& pool, int rows, double se
             for (int sequence = thread; sequence < sequences.count; sequence += pool.size())
                 for (int head = 0; head < kHeads; head += heads) {
                     AttentionUnit unit = sequences.unit(sequence, head, heads, rows, q.data(), out.data());
-                    const int following = sequence + pool.size();
-                    const AttentionUnit next = sequences.unit(following, head, heads, rows, q.data(), out.data());
-                    if (following < sequences.count) unit.next = &next;
+                    AttentionUnit next;
+                    if (const int following = sequence + pool.size(); following < sequences.count) {
+                        next = sequences.unit(following, head, heads, rows, q.data(), out.data());
+                        unit.next = &next;
+                    }
                     sequences.kernels.attend(sequences.shape, unit, reinterpret_cast<float*>(scratch[thread].data()));
                 }
         });

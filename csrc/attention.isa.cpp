@@ -404,12 +404,11 @@ void attend_one_head(const AttentionShape& shape, const AttentionUnit& unit, flo
 
 template <class T>
 void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
-    AttentionUnit one = unit_of_head(shape, unit, 0);
     for (int head = 0; head < unit.kv_heads; ++head) {
+        AttentionUnit one = unit_of_head(shape, unit, head);
         const AttentionUnit next = unit_of_head(shape, unit, head + 1);
-        one.next = head + 1 < unit.kv_heads ? &next : unit.next;
+        if (head + 1 < unit.kv_heads) one.next = &next;
         attend_one_head<T>(shape, one, scratch);
-        one = next;
     }
 }
 
@@ -481,7 +480,7 @@ CHAIRLIFT_INLINE float byte_scale(const float* x, int n, float* inverse) {
     return usable ? peak / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }
 
-// One key or value, the first number of which is at `at`, and then P and P.
+// One key or value, the first number of which is at `at`; bf16 lie P side by side.
 template <int P>
 CHAIRLIFT_INLINE void store_vector(const KvHead& head, const float* x, int slot, std::uint8_t* stored, std::size_t at,
                                    std::size_t stride) {

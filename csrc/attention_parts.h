@@ -49,8 +49,9 @@ CHAIRLIFT_INLINE int first_tile(const AttentionShape& shape, const AttentionUnit
 template <class Body>
 CHAIRLIFT_INLINE void for_stored_of(const AttentionShape& shape, const AttentionUnit& unit, int start, Body&& body) {
     const int rest = last_position(unit) + 1 - start, end = rest < shape.tile ? rest : shape.tile;
+    const int from = first_in_view(unit.first_position, unit.window), begin = from > start ? from - start : 0;
     const KvHead& head = shape.head;
-    for_pieces(shape, unit, start, 0, end, [&](int, int positions, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
+    for_pieces(shape, unit, start, begin, end, [&](int, int positions, std::size_t block, int slot) CHAIRLIFT_ALWAYS {
         const std::uint8_t* keys = unit.keys + block;
         if (head.block_size <= shape.tile) return body(keys, unit.kv_heads * head.next_head());
         for (int i = 0; i < unit.kv_heads; ++i, keys += head.next_head()) {

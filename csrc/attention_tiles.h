@@ -57,7 +57,7 @@ public:
     }
 
 private:
-    static constexpr int kMost = 256;  // what is more must be waited for
+    static constexpr int kMost = 256;  // what is more, of blocks longer than a tile, must be waited for
 
     struct Piece {
         const std::uint8_t* begin;
@@ -284,7 +284,7 @@ CHAIRLIFT_INLINE void find_keys(const AttentionShape& shape, const AttentionUnit
     });
 }
 
-// The pairs of positions of a step of the tile, from one pair to the next; zeros where no row sees them: times a weight of
+// The pairs of positions of the tile, from one pair to the next; zeros where no row sees them: times a weight of
 // zero, NaN would be NaN.
 CHAIRLIFT_INLINE void stage_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work) {
     const PositionTile& tile = work.tile;
@@ -300,7 +300,7 @@ CHAIRLIFT_INLINE void stage_values(const AttentionShape& shape, const AttentionU
     });
 }
 
-// False if some of them are not finite.
+// False if some of them are not finite, where that matters: not all rows see the same of the tile.
 CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work,
                                   Ahead& ahead) {
     const PositionTile& tile = work.tile;

@@ -200,7 +200,9 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
     for (int i = 0; i < pool_.size(); ++i) samplers_.push_back(std::make_unique<Sampler>(isa_, spec_.vocab_size));
     for (std::vector<RowUnit>* units : {&units_, &head_units_})
         units->reserve(std::size_t(max_rows) * spec_.num_kv_heads);
-    for (std::vector<int>* rows : {&all_rows_, &item_of_row_}) rows->reserve(max_rows);
+    item_of_row_.reserve(max_rows);
+    all_rows_.resize(max_rows);
+    std::iota(all_rows_.begin(), all_rows_.end(), 0);
     head_rows_.reserve(max_rows);
     first_draw_.reserve(max_rows + 1);
     draw_order_.reserve(max_samples);
@@ -213,9 +215,7 @@ void Decoder::reserve(const CacheShape& cache, int max_rows, int max_samples) {
 void Decoder::plan_rows(const StepInput& input) {
     item_of_row_.clear();
     for (int item = 0; item < input.items(); ++item) item_of_row_.resize(input.item_rows[item + 1], item);
-    all_rows_.resize(input.rows());
-    std::iota(all_rows_.begin(), all_rows_.end(), 0);
-    plan_units(input, all_rows_, units_);
+    plan_units(input, std::span<const int>(all_rows_).first(input.rows()), units_);
     plan_units(input, head_rows_, head_units_);
 }
 
@@ -226,16 +226,17 @@ void Decoder::plan_units(const StepInput& input, std::span<const int> rows, std:
     const int heads = spec_.num_kv_heads, size = static_cast<int>(rows.size());
     const auto most = static_cast<int>(
         std::clamp(std::int64_t{size} * heads / enough, std::int64_t{1}, std::int64_t{kRowTile}));
-    // All heads of a row are read from memory sooner than each by itself.
-    const int together = size >= enough ? heads : 1;
+    std::int64_t positions = 0;
+    for (const int row : rows) positions += input.positions[row] + 1;
     units.clear();
     for (int i = 0, count; i < size; i += count) {
         const int row = rows[i], item = item_of_row_[row];
         const auto follows = [&](int n) { return rows[i + n] == row + n && item_of_row_[row + n] == item; };
         for (count = 1; count < most && i + count < size && follows(count);) ++count;
-        const int some = count == 1 ? together : 1;
-        const std::int64_t cost = std::int64_t{count} * some * (input.positions[row] + count);
-        for (int head = 0; head < heads; head += some) units.push_back({row, count, item, head, some, i, cost});
+        const std::int64_t last = input.positions[row] + count;
+        // All heads of a row are read from memory sooner than each by itself.
+        const int some = count == 1 && last * enough <= positions ? heads : 1;
+        for (int head = 0; head < heads; head += some) units.push_back({row, count, item, head, some, i, count * some * last});
     }
     std::sort(units.begin(), units.end(), [](const RowUnit& a, const RowUnit& b) { return a.cost > b.cost; });
 }

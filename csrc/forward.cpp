@@ -60,7 +60,7 @@ struct Decoder::Pass {
 
     // Embeddings, and the angles of the rotary embedding.
     void begin_rows() {
-        for_rows(pool, rows, [&](int row) {
+        for_rows(pool, rows, 1, [&](int row) {
             float* x = d.x_ + std::size_t(row) * hidden;
             dequantize_packed_row(d.weights_.embed(), input.tokens[row], x);
             if (spec.embed_scale != 1.0f)
@@ -84,7 +84,7 @@ struct Decoder::Pass {
     // x += post_norm(y) where there are post norms, then y = norm(x), quantised if a weight wants that.
     void norm_rows(int count, const Vector* post_norm, const Vector& norm, bool quantized) {
         const ActRows y = activations(d.y_, count, hidden);
-        for_rows(pool, count, [&](int row) {
+        for_rows(pool, count, quantized ? kLineRows : 1, [&](int row) {
             float* x_row = d.x_ + std::size_t(row) * hidden;
             float* y_row = d.y_ + std::size_t(row) * hidden;
             if (post_norm) d.rows_.add_rms_norm(y_row, post_norm->data(), hidden, spec.norm_eps, x_row);
@@ -126,7 +126,8 @@ struct Decoder::Pass {
         const int count = rows_from(layer);
         if (count < rows && thread == 0)
             for (int i = 0; i < count; ++i)
-                std::copy_n(d.x_ + std::size_t(d.head_rows_[i]) * hidden, hidden, d.x_ + std::size_t(i) * hidden);
+                if (const int row = d.head_rows_[i]; row != i)  // else it is after i
+                    std::copy_n(d.x_ + std::size_t(row) * hidden, hidden, d.x_ + std::size_t(i) * hidden);
         attend(thread, layer, count < rows ? d.head_units_ : d.units_);
         end_phase(thread, d.profile.attention);
 
@@ -153,7 +154,7 @@ struct Decoder::Pass {
         const bool quantized = is_quantized(w.down.view.type);
         const auto activate =
             spec.activation == Activation::silu ? d.rows_.silu_times : d.rows_.gelu_tanh_times;
-        for_rows(pool, count, [&](int row) {
+        for_rows(pool, count, quantized ? kLineRows : 1, [&](int row) {
             activate(d.gate_ + std::size_t(row) * ffn, d.up_ + std::size_t(row) * ffn, ffn);
             if (quantized) d.matmul_.quantize_row(gated, row);
         });
@@ -164,7 +165,7 @@ struct Decoder::Pass {
     // Norms and rotates queries and keys, and writes keys and values into the cache.
     void store_rows(const LayerWeights& w, int layer) {
         const Rope& rope = local(layer) ? d.rope_local_ : d.rope_;
-        for_rows(pool, rows, [&](int row) { store_row(w, layer, rope, row, d.item_of_row_[row]); });
+        for_rows(pool, rows, 1, [&](int row) { store_row(w, layer, rope, row, d.item_of_row_[row]); });
     }
 
     bool local(int layer) const { return spec.layer_windows[layer] > 0 && !(spec.rope_local == spec.rope); }
@@ -194,20 +195,22 @@ struct Decoder::Pass {
         return input.block_tables.data() + input.table_offsets[item] + d.cache_.group_of[layer];
     }
 
-    // A thread takes a unit while it still has one to do, so that it can ask for what the memory has of it.
+    // A thread takes its next unit early, so that it can ask for what the memory has of it; but not one of the last, which
+    // another may be free for.
     void attend(int thread, int layer, const std::vector<RowUnit>& units) {
         float* const scratch = d.scratch_ + d.scratch_stride_ * thread;
         const auto count = static_cast<std::int64_t>(units.size());
-        AttentionUnit taken[2];
         std::int64_t index = pool.claim(1);
-        if (index < count) taken[0] = attention_unit(units[index], layer);
-        for (int at = 0; index < count; at = 1 - at) {
-            index = pool.claim(1);
-            if (index < count) {
-                taken[1 - at] = attention_unit(units[index], layer);
-                taken[at].next = &taken[1 - at];
+        while (index < count) {
+            AttentionUnit unit = attention_unit(units[index], layer), next;
+            const bool early = index + pool.size() < count;
+            if (early) index = pool.claim(1);
+            if (early && index < count) {
+                next = attention_unit(units[index], layer);
+                unit.next = &next;
             }
-            d.attention_.attend(d.attention_shape_, taken[at], scratch);
+            d.attention_.attend(d.attention_shape_, unit, scratch);
+            if (!early) index = pool.claim(1);
         }
     }
 
@@ -229,7 +232,7 @@ struct Decoder::Pass {
     // The last layer's post norm.
     void finish_rows(int thread) {
         const Vector& norm = *post_ffn_norm(spec.num_layers - 1);
-        for_rows(pool, head_rows, [&](int row) {
+        for_rows(pool, head_rows, 1, [&](int row) {
             const std::size_t at = std::size_t(row) * hidden;
             d.rows_.add_rms_norm(d.y_ + at, norm.data(), hidden, spec.norm_eps, d.x_ + at);
         });
@@ -240,7 +243,7 @@ struct Decoder::Pass {
     void head_piece(int thread, int begin, int count) {
         const MatrixView& head = d.weights_.lm_head();
         const ActRows y = activations(d.y_, count, hidden);
-        for_rows(pool, count, [&](int i) {
+        for_rows(pool, count, is_quantized(head.type) ? kLineRows : 1, [&](int i) {
             const float* x = d.x_ + std::size_t(begin + i) * hidden;
             d.rows_.rms_norm(x, d.weights_.final_norm().data(), hidden, spec.norm_eps, d.y_ + std::size_t(i) * hidden);
             if (is_quantized(head.type)) d.matmul_.quantize_row(y, i);
@@ -253,7 +256,8 @@ struct Decoder::Pass {
         end_phase(thread, d.profile.matmul);
 
         if (spec.logit_softcap > 0.0f) {
-            for_rows(pool, count, [&](int i) { d.rows_.softcap(d.logits_ + i * vocab, spec.vocab_size, spec.logit_softcap); });
+            const auto cap = [&](int i) { d.rows_.softcap(d.logits_ + i * vocab, spec.vocab_size, spec.logit_softcap); };
+            for_rows(pool, count, 1, cap);
             end_phase(thread, d.profile.other);
         }
         draw(thread, begin, count);

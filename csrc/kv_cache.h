@@ -25,7 +25,7 @@ namespace chairlift {
 
 enum class KvType { f32, f16, bf16, int8 };
 
-// One head's keys, or values, within a block. Offsets are in bytes. Always inlined, since the kernels of every instruction
+// One head's keys and values within a block. Offsets are in bytes. Always inlined, since the kernels of every instruction
 // set use it (isa.h).
 struct KvHead {
     int head_dim = 0;

@@ -32,7 +32,7 @@ ActRows ActBuffer::rows(const float* x, std::size_t x_stride, int rows, int cols
 }
 
 void quantize_rows(const MatmulKernels& kernels, const ActRows& x, ThreadPool& pool) {
-    for_rows(pool, x.rows, [&](int row) { kernels.quantize_row(x, row); });
+    for_rows(pool, x.rows, kLineRows, [&](int row) { kernels.quantize_row(x, row); });
 }
 
 void matmul(const MatmulKernels& kernels, std::span<const MatmulJob> jobs, const ActRows& x, ThreadPool& pool) {

@@ -24,12 +24,13 @@ namespace chairlift {
 constexpr int kRowBlock = 16;  // rows whose numbers by group lie side by side
 constexpr int kRowNumbers = 4;  // of a row and group
 
-// body(row) for all of `count` rows, over all threads; within pool.run(), one such loop between two barriers. Rows whose
-// numbers share a cache line are one thread's, so that the line need not go to and fro.
+constexpr int kLineRows = 64 / (kRowNumbers * sizeof(float));  // whose numbers share a cache line
+
+// body(row) for all of `count` rows, over all threads; within pool.run(), one such loop between two barriers. A thread takes
+// a multiple of `least` rows: where rows are quantised, kLineRows, so that no line goes to and fro between threads.
 template <class Body>
-void for_rows(ThreadPool& pool, int count, Body&& body) {
-    constexpr int line = 64 / (kRowNumbers * sizeof(float));
-    const int some = count / (4 * pool.size()), grain = some < line ? line : some / line * line;
+void for_rows(ThreadPool& pool, int count, int least, Body&& body) {
+    const int some = count / (4 * pool.size()), grain = some < least ? least : some / least * least;
     pool.for_each_piece(count, grain, [&](std::int64_t begin, std::int64_t end) {
         for (int row = static_cast<int>(begin); row < end; ++row) body(row);
     });

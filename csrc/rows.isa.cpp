@@ -69,41 +69,31 @@ void rotate(float* x, const float* cosines, const float* sines, int half) {
     });
 }
 
-// The same, but sixteen at a time as long as there are so many.
-template <class Body>
-CHAIRLIFT_INLINE void for_wide_vectors(int n, Body&& wide) {
+// out = f(out, other), for sixteen numbers at a time as long as there are so many.
+template <class Function>
+CHAIRLIFT_INLINE void combine(float* out, const float* other, int n, Function&& f) {
     const int most = n / 16 * 16;
-    for (int i = 0; i < most; i += 16) store(wide.out + i, wide(load16(wide.out + i), load16(wide.other + i)));
+    for (int i = 0; i < most; i += 16) store(out + i, f(load16(out + i), load16(other + i)));
+    out += most;
+    other += most;
     for_vectors(n - most, [&](int i, int count) {
-        const f32x8 result = wide(load_some(wide.out + most + i, count), load_some(wide.other + most + i, count));
-        store_some(wide.out + most + i, result, count);
+        store_some(out + i, f(load_some(out + i, count), load_some(other + i, count)), count);
     });
 }
 
-// x / (1 + e^-x) * up
-struct Silu {
-    float* out;
-    const float* other;
-    template <class V>
-    CHAIRLIFT_INLINE V operator()(V x, V up) const {
-        return x / (all<V>(1.0f) + exp(all<V>(0.0f) - x)) * up;
-    }
-};
+void silu_times(float* gate, const float* up, int n) {
+    combine(gate, up, n, []<class V>(V x, V y) CHAIRLIFT_ALWAYS {
+        return x / (all<V>(1.0f) + exp(all<V>(0.0f) - x)) * y;
+    });
+}
 
-// 0.5 x (1 + tanh(u)) * up with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u) and so keeps its precision
-// for x << 0.
-struct GeluTanh {
-    float* out;
-    const float* other;
-    template <class V>
-    CHAIRLIFT_INLINE V operator()(V x, V up) const {
-        const V u = all<V>(-2.0f * 0.7978845608f) * fma(all<V>(0.044715f) * x * x, x, x);
-        return x / (all<V>(1.0f) + exp(u)) * up;
-    }
-};
-
-void silu_times(float* gate, const float* up, int n) { for_wide_vectors(n, Silu{gate, up}); }
-void gelu_tanh_times(float* gate, const float* up, int n) { for_wide_vectors(n, GeluTanh{gate, up}); }
+// 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) is x / (1 + e^-2u), which keeps its precision for x << 0.
+void gelu_tanh_times(float* gate, const float* up, int n) {
+    combine(gate, up, n, []<class V>(V x, V y) CHAIRLIFT_ALWAYS {
+        const V minus_2u = all<V>(-2.0f * 0.7978845608f) * fma(all<V>(0.044715f) * x * x, x, x);
+        return x / (all<V>(1.0f) + exp(minus_2u)) * y;
+    });
+}
 
 void softcap(float* x, int n, float cap) {
     const f32x8 most = broadcast(cap);

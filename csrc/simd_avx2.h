@@ -73,7 +73,6 @@ CHAIRLIFT_INLINE float magnitude(f32x8 a) {
     s = _mm_max_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(s, _mm_shuffle_epi32(s, 0xb1))));
 }
-CHAIRLIFT_INLINE void prefetch_l1(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 CHAIRLIFT_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 // Integers: 32 bytes, 16 16-bit and 8 32-bit lanes. A 32-bit lane is one output column, its bytes four inputs.

@@ -87,7 +87,6 @@ CHAIRLIFT_INLINE f32x8 greater_magnitude(f32x8 a, f32x8 b) {
 CHAIRLIFT_INLINE float magnitude(f32x8 a) {
     return float_from_bits(static_cast<std::uint32_t>(vmaxvq_s32(vreinterpretq_s32_f32(greater_bits(a.lo, a.hi)))));
 }
-CHAIRLIFT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 CHAIRLIFT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Integers: 32 bytes, 16 16-bit and 8 32-bit lanes. A 32-bit lane is one output column, its bytes four inputs.

@@ -120,7 +120,6 @@ CHAIRLIFT_INLINE float magnitude(f32x8 a) {
     for (int i = 1; i < 4; i++) greatest = bits[i] > greatest ? bits[i] : greatest;
     return float_from_bits(greatest);
 }
-CHAIRLIFT_INLINE void prefetch_l1(const void* p) { __builtin_prefetch(p, 0, 3); }
 CHAIRLIFT_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Integers: 32 bytes, 16 16-bit and 8 32-bit lanes. A 32-bit lane is one output column, its bytes four inputs.

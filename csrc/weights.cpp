@@ -45,6 +45,7 @@ void DecoderSpec::check() const {
         require(size.value >= 1 && size.value <= size.most,
                 std::string(size.name) + " must be from 1 to " + std::to_string(size.most) + ", got " +
                     std::to_string(size.value));
+    require(head_dim % 2 == 0, "head_dim must be even, got " + std::to_string(head_dim));
     require(num_heads % num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads, got " +
                                                std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
     require(layer_windows.size() == static_cast<std::size_t>(num_layers), "layer_windows must hold one value a layer");

@@ -285,3 +285,10 @@ def test_bad_tensors_are_refused(specs: Any, tensors: Any, stored: Any) -> None:
         model.finalize()
     with pytest.raises(RuntimeError, match="finalize"):
         model.reserve(1, 16, "f32", [[0, 1]], 8, 8)
+
+
+def test_a_head_of_odd_size_is_refused(specs: Any) -> None:
+    """Its numbers are rotated, and stored, by pairs."""
+    spec = dataclasses.replace(specs["llama"], head_dim=15)
+    with pytest.raises(ValueError, match="head_dim must be even, got 15"):
+        _native.Model(dataclasses.asdict(spec), 1, "auto")

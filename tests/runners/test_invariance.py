@@ -179,6 +179,23 @@ def test_many_rows_beside_one(build: Any, item: Any, alone: Any, name: str, kv: 
     assert rows[0] == expected[-6:]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@pytest.mark.parametrize("name", ["gemma", "wide", "odd", "grouped"])
+def test_only_some_rows_draw(build: Any, item: Any, alone: Any, name: str, kv: str, threads: int) -> None:
+    """The last layer goes on with them alone; of a piece that nobody draws from, with none."""
+    tokens, expected = alone(name, False, kv)
+    tiny, table = build(name, kv=kv, threads=threads), list(range(BLOCKS))
+    start = 0
+    for count, rows in [(40, [0, 5, 6, 7, 8, 9, 30]), (50, []), (1, [0]), (80, [78, 79])]:
+        piece = tokens[start : start + count]
+        draws = [{"row_in_item": row, **SAMPLED, "position": start + row + 1} for row in rows]
+        for found, row in zip(run(tiny, [item(piece, start, table, draws)], piece), rows, strict=False):
+            assert found == expected[6 * (start + row) : 6 * (start + row + 1)], (start, row)
+        start += count
+    assert start == LENGTH
+
+
 @pytest.mark.parametrize("chunks", [[10], [1]], ids=str)
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "wide", "even"])
