@@ -468,14 +468,10 @@ CHAIRLIFT_INLINE void store_numbers(const float* x, int n, float inverse, T* out
 
 // The scale of x as bytes, and its inverse: NaN and 0 where x is not finite.
 CHAIRLIFT_INLINE float byte_scale(const float* x, int n, float* inverse) {
-    f32x8 largest = zero8(), zeros = zero8();  // NaN once a value is not finite
-    for (int i = 0; i < n; i += 8) {
-        const f32x8 v = n - i < 8 ? load_first(x + i, n - i) : load(x + i);
-        largest = max(abs(v), largest);
-        zeros = fma(v, zero8(), zeros);
-    }
-    const float peak = maximum(largest);
-    const bool finite = sum(zeros) == 0.0f, usable = finite && peak >= 1e-30f;  // below, 127 / peak may overflow
+    f32x8 largest = zero8();
+    for (int i = 0; i < n; i += 8) largest = greater_magnitude(n - i < 8 ? load_first(x + i, n - i) : load(x + i), largest);
+    const float peak = magnitude(largest);
+    const bool finite = peak <= __FLT_MAX__, usable = finite && peak >= 1e-30f;  // below, 127 / peak may overflow
     *inverse = usable ? 127.0f / peak : 0.0f;
     return usable ? peak / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }

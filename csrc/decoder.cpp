@@ -216,7 +216,7 @@ void Decoder::plan_rows(const StepInput& input) {
     item_of_row_.clear();
     for (int item = 0; item < input.items(); ++item) item_of_row_.resize(input.item_rows[item + 1], item);
     plan_units(input, std::span<const int>(all_rows_).first(input.rows()), units_);
-    plan_units(input, head_rows_, head_units_);
+    if (static_cast<int>(head_rows_.size()) < input.rows()) plan_units(input, head_rows_, head_units_);
 }
 
 // Divides the rows, which ascend, and the heads into units of attention. How finely does not change any bit, only how well

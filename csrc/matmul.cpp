@@ -7,7 +7,9 @@ namespace {
 
 // Of a row's values; rows start on a cache line so that threads do not share one.
 std::size_t value_stride(int cols) { return (static_cast<std::size_t>(cols) + 63) / 64 * 64; }
-std::size_t groups_bytes(int cols) { return static_cast<std::size_t>(cols + kGroup - 1) / kGroup * kRowNumbers * sizeof(float); }
+std::size_t groups_bytes(int cols) {
+    return static_cast<std::size_t>(cols + kGroup - 1) / kGroup * kRowNumbers * sizeof(float);
+}
 int whole_tiles(int rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }  // kernels may read all of a tile
 
 }  // namespace

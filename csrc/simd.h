@@ -35,7 +35,7 @@ namespace chairlift::CHAIRLIFT_ISA {
 // f32x8 (from the header above):
 //   zero8() broadcast(x) load(p) store(p, v) load_f16(p) store_f16(p, v) load_bf16(p) load_i8(p)
 //   store_i8(p, v): values within -127.5..127.5, rounded to nearest even
-//   v + w, v - w, v * w, v / w, -v, fma(a, b, c) = a * b + c, min(a, b), max(a, b): b if either is NaN; abs(v)
+//   v + w, v - w, v * w, v / w, fma(a, b, c) = a * b + c, min(a, b), max(a, b): b if either is NaN; abs(v)
 //   below(a, b, then, otherwise): then where a < b, else (and for NaN) otherwise
 //   greater_magnitude(a, b): |a| or b, which is not negative, NaN above all; magnitude(v): the greatest of such
 //   round_even(v), scale(v, n): v * 2^n for integral n in -126..127, sum(v), maximum(v) (in one fixed order)

@@ -47,7 +47,6 @@ CHAIRLIFT_INLINE f32x8 operator+(f32x8 a, f32x8 b) { return {vaddq_f32(a.lo, b.l
 CHAIRLIFT_INLINE f32x8 operator-(f32x8 a, f32x8 b) { return {vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi)}; }
 CHAIRLIFT_INLINE f32x8 operator*(f32x8 a, f32x8 b) { return {vmulq_f32(a.lo, b.lo), vmulq_f32(a.hi, b.hi)}; }
 CHAIRLIFT_INLINE f32x8 operator/(f32x8 a, f32x8 b) { return {vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi)}; }
-CHAIRLIFT_INLINE f32x8 operator-(f32x8 a) { return {vnegq_f32(a.lo), vnegq_f32(a.hi)}; }
 CHAIRLIFT_INLINE f32x8 fma(f32x8 a, f32x8 b, f32x8 c) {
     return {vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi)};
 }

@@ -75,7 +75,6 @@ CHAIRLIFT_INLINE f32x8 operator+(f32x8 a, f32x8 b) { return {a.lo + b.lo, a.hi +
 CHAIRLIFT_INLINE f32x8 operator-(f32x8 a, f32x8 b) { return {a.lo - b.lo, a.hi - b.hi}; }
 CHAIRLIFT_INLINE f32x8 operator*(f32x8 a, f32x8 b) { return {a.lo * b.lo, a.hi * b.hi}; }
 CHAIRLIFT_INLINE f32x8 operator/(f32x8 a, f32x8 b) { return {a.lo / b.lo, a.hi / b.hi}; }
-CHAIRLIFT_INLINE f32x8 operator-(f32x8 a) { return {-a.lo, -a.hi}; }
 CHAIRLIFT_INLINE f32x8 fma(f32x8 a, f32x8 b, f32x8 c) { return a * b + c; }
 CHAIRLIFT_INLINE f32x4_t below4(f32x4_t a, f32x4_t b, f32x4_t then, f32x4_t otherwise) {
     return as_float(choose(a < b, as_bits(then), as_bits(otherwise)));

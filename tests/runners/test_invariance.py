@@ -22,6 +22,7 @@ VARIANTS = [
     ("odd", False),
     ("wide", False),
     ("even", False),
+    ("grouped", False),
 ]
 
 
