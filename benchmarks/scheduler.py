@@ -4,17 +4,26 @@
 
 Requests of 1,000 tokens decode together; every 16th token of each takes a new block and gives one a hash. The limit:
 each running sequence costs a few operations of the interpreter, about 50 ns each, and whoever waits must cost none.
+
+Then all that an engine does for a step of 32, from messages to outputs, but for the runner: as it is, and with 256 MB
+read before each step. A model step reads its weights, and leaves no cache with the interpreter and its objects in it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from itertools import count
 
+import numpy as np
+
+from chairlift.core.clock import WallClock
+from chairlift.core.engine import Engine
 from chairlift.core.order import make_order
-from chairlift.core.plan import Capacity, StepPlan, StepResult
+from chairlift.core.plan import Capacity, Output, StepPlan, StepResult, StepStats
 from chairlift.core.policy import make_policy
+from chairlift.core.ports import Message, Report
 from chairlift.core.request import Request, SamplingParams
 from chairlift.core.scheduler import Scheduler, Settings
 from chairlift.core.shares import Shares
@@ -41,14 +50,18 @@ def main() -> None:
             f"{schedule:10.0f} {commit:9.0f} {both:9.0f} {both / running:11.2f}"
         )
 
+    engine = Engine(_scheduler(32), _NoModel(), _Nobody(), _Nobody(), WallClock())
+    for i in range(32):
+        engine.scheduler.add(_request(i))
+    while engine.scheduler.waiting or any(r.num_remaining > 1 for r in engine.scheduler.running.values()):
+        engine.step()
+    memory = np.ones(256 << 20, np.uint8)
+    warm, cold = _engine_step(engine, lambda: None), _engine_step(engine, memory.sum)
+    print(f"\nall of an engine's step of 32 but the runner: {warm:.0f}; with 256 MB read before each: {cold:.0f}")
+
 
 def _measure(running: int, waiting: int, order: str, fair: bool) -> tuple[float, float, float]:
-    scheduler = Scheduler(
-        Capacity(num_blocks=running * 100, block_size=16, max_model_len=8192),
-        make_policy("chunked", order=make_order(order)),
-        Settings(max_num_seqs=running, max_num_batched_tokens=8192),
-        shares=Shares() if fair else None,
-    )
+    scheduler = _scheduler(running, order, fair)
     for i in range(running + waiting):
         scheduler.add(_request(i))
     for _ in count():
@@ -62,6 +75,55 @@ def _measure(running: int, waiting: int, order: str, fair: bool) -> tuple[float,
         1e6 * statistics.median(commits),
         1e6 * statistics.median(a + b for a, b in times),
     )
+
+
+def _scheduler(running: int, order: str = "fcfs", fair: bool = False) -> Scheduler:
+    return Scheduler(
+        Capacity(num_blocks=running * 100, block_size=16, max_model_len=8192),
+        make_policy("chunked", order=make_order(order)),
+        Settings(max_num_seqs=running, max_num_batched_tokens=8192),
+        shares=Shares() if fair else None,
+    )
+
+
+class _NoModel:
+    """An executor whose steps take no time."""
+
+    def start(self) -> Capacity:
+        raise NotImplementedError
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        return _result(plan)
+
+    def result(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def close(self) -> None:
+        pass
+
+
+class _Nobody:
+    """A source and a sink."""
+
+    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
+        return ()
+
+    def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
+        pass
+
+    def answer(self, report: Report) -> None:
+        pass
+
+
+def _engine_step(engine: Engine, before: Callable[[], object]) -> float:
+    """Microseconds, the median."""
+    times = []
+    for _ in range(STEPS):
+        before()
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(times)
 
 
 def _request(i: int) -> Request:

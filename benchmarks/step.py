@@ -10,6 +10,7 @@ multiply-add a weight.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 
@@ -27,6 +28,7 @@ def main(model: str) -> None:
     runner = llm.engine.executor
     assert isinstance(runner, NativeRunner)
     print(f"{llm.config.model}, {llm.engine.scheduler.capacity.device}; milliseconds a step, prompts not counted")
+    gc.freeze()  # as the engine's process does
     names = ("matmul", "attention", "sampling", "other")
     print("seqs  context  " + "".join(f"{name:>10}" for name in names) + "     step  /matmul   python    token/s")
     for sequences, context in BATCHES:

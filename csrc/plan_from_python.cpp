@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace nb = nanobind;
 
@@ -67,50 +68,65 @@ void require_tuple(PyObject* object) {
     if (!PyTuple_Check(object)) throw nb::type_error("a plan's lists must be tuples");
 }
 
+// A tuple while it is filled, one element after the other.
+class NewTuple {
+public:
+    explicit NewTuple(std::size_t size) : tuple_(nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(size)))) {
+        if (!tuple_.is_valid()) throw nb::python_error();
+    }
+    void add(nb::object value) { PyTuple_SET_ITEM(tuple_.ptr(), filled_++, value.release().ptr()); }
+    nb::tuple done() { return std::move(tuple_); }
+
+private:
+    nb::tuple tuple_;
+    Py_ssize_t filled_ = 0;
+};
+
+nb::object python_int(long value) {
+    PyObject* number = PyLong_FromLong(value);
+    if (!number) throw nb::python_error();
+    return nb::steal(number);
+}
+
 }  // namespace
 
-// A SequenceInfo and its SamplingParams, as far as draws need them.
-struct PlanReader::Sequence {
-    explicit Sequence(PyObject* info) {
-        static const Name index_name("index"), params_name("params"), seed_name("seed"), num_prompt_name("num_prompt"),
-            stop_ids_name("stop_ids"), num_logprobs_name("num_logprobs");
-        static const Name temperature("temperature"), top_k("top_k"), top_p("top_p"), min_p("min_p"),
-            repetition("repetition_penalty"), presence("presence_penalty"), frequency("frequency_penalty"),
-            min_tokens_name("min_tokens"), bias_name("logit_bias");
-        params = params_name.of(info);
-        num_prompt = int32(num_prompt_name.of(info));
-        draw.index = int32(index_name.of(info));
-        draw.seed = uint64(seed_name.of(info));
-        draw.num_logprobs = num_best(num_logprobs_name.of(info), -1);
-        PyObject* given = params.ptr();
-        draw.temperature = real(temperature.of(given));
-        draw.top_k = std::max(0, int32(top_k.of(given)));
-        draw.top_p = real(top_p.of(given));
-        draw.min_p = real(min_p.of(given));
-        draw.repetition = std::max(kSmallest, real(repetition.of(given)));
-        draw.presence = real(presence.of(given));
-        draw.frequency = real(frequency.of(given));
-        bias = bias_name.of(given);
-        min_tokens = int32(min_tokens_name.of(given));
-        if (min_tokens > 0) stop_ids = stop_ids_name.of(info);
-    }
+PlanReader::Sequence::Sequence(PyObject* given) : info(nb::borrow(given)) {
+    static const Name index_name("index"), params_name("params"), seed_name("seed"), num_prompt_name("num_prompt"),
+        stop_ids_name("stop_ids"), num_logprobs_name("num_logprobs");
+    static const Name temperature("temperature"), top_k("top_k"), top_p("top_p"), min_p("min_p"),
+        repetition("repetition_penalty"), presence("presence_penalty"), frequency("frequency_penalty"),
+        min_tokens_name("min_tokens"), bias_name("logit_bias");
+    params = params_name.of(given);
+    num_prompt = int32(num_prompt_name.of(given));
+    draw.index = int32(index_name.of(given));
+    draw.seed = uint64(seed_name.of(given));
+    draw.num_logprobs = num_best(num_logprobs_name.of(given), -1);
+    PyObject* from = params.ptr();
+    draw.temperature = real(temperature.of(from));
+    draw.top_k = std::max(0, int32(top_k.of(from)));
+    draw.top_p = real(top_p.of(from));
+    draw.min_p = real(min_p.of(from));
+    draw.repetition = std::max(kSmallest, real(repetition.of(from)));
+    draw.presence = real(presence.of(from));
+    draw.frequency = real(frequency.of(from));
+    bias = bias_name.of(from);
+    if (!PyDict_Check(bias.ptr())) throw nb::type_error("logit_bias must be a dict");
+    min_tokens = int32(min_tokens_name.of(from));
+    if (min_tokens > 0) stop_ids = stop_ids_name.of(given);
+}
 
-    // Best tokens wanted with each prompt token.
-    int num_prompt_logprobs() const {
-        static const Name name("prompt_logprobs");
-        return num_best(name.of(params.ptr()), 0);
-    }
-
-    Draw draw;  // what is the same in all draws of the sequence
-    nb::object params, bias, stop_ids;
-    int num_prompt = 0, min_tokens = 0;
-};
+int PlanReader::Sequence::num_prompt_logprobs() const {
+    static const Name name("prompt_logprobs");
+    return num_best(name.of(params.ptr()), 0);
+}
 
 StepInput PlanReader::read(const nb::tuple& items, const nb::tuple& previous, const StepLimits& limits) {
     vocab_size_ = limits.vocab_size;
     for (auto* list : {&tokens_, &positions_, &block_tables_, &history_, &bias_ids_, &banned_}) list->clear();
     bias_values_.clear(), draws_.clear(), lists_.clear(), asked_.clear();
     item_rows_.assign(1, 0), table_offsets_.assign(1, 0);
+    std::swap(sequences_, sequences_before_);
+    sequences_.clear();
     flattened_ = false;
     for (std::size_t i = 0; i < items.size(); ++i) read_item(PyTuple_GET_ITEM(items.ptr(), i), previous, limits);
     for (std::size_t i = 0; i < draws_.size(); ++i) {
@@ -143,7 +159,7 @@ void PlanReader::read_item(PyObject* item, const nb::tuple& previous, const Step
     Asked asked{static_cast<int>(PyTuple_GET_SIZE(targets)), int32(field(item, kNumSamples)), int32(field(item, kNumDrafts)), false};
     check(asked, end - first, limits);
     if (asked.samples + asked.scores > 0) {
-        const Sequence sequence(field(item, kSequence));
+        const Sequence& sequence = this->sequence(field(item, kSequence));
         asked.logprobs = sequence.draw.num_logprobs >= 0;
         if (asked.scores > 0) read_scores(targets, first, sequence.num_prompt_logprobs());
         const int last = end - 1 - asked.drafts;
@@ -151,6 +167,12 @@ void PlanReader::read_item(PyObject* item, const nb::tuple& previous, const Step
             add_draws(asked, sequence, last, start + (last - first) + 1, read_lists(field(item, kHistory), sequence, previous));
     }
     asked_.push_back(asked);
+}
+
+const PlanReader::Sequence& PlanReader::sequence(PyObject* info) {
+    if (const auto known = sequences_.find(info); known != sequences_.end()) return known->second;
+    if (auto before = sequences_before_.extract(info)) return sequences_.insert(std::move(before)).position->second;
+    return sequences_.try_emplace(info, info).first->second;
 }
 
 void PlanReader::check(const Asked& asked, int tokens, const StepLimits& limits) const {
@@ -200,7 +222,6 @@ PlanReader::Lists PlanReader::read_lists(PyObject* history, const Sequence& sequ
     append_known(history, previous, history_);
     lists.history_size = history_.size() - lists.history;
     lists.bias = bias_ids_.size();
-    if (!PyDict_Check(sequence.bias.ptr())) throw nb::type_error("logit_bias must be a dict");
     PyObject *token, *value;
     for (Py_ssize_t at = 0; PyDict_Next(sequence.bias.ptr(), &at, &token, &value);) {
         if (int32(token) >= vocab_size_) continue;
@@ -260,29 +281,26 @@ void PlanReader::make_room_for_results() {
 }
 
 nb::tuple PlanReader::drawn(const nb::object& scored) const {
-    auto entries = [&](std::size_t begin, std::size_t end) {
-        nb::list list;
-        for (std::size_t draw = begin; draw < end; ++draw) list.append(entry(scored, draw));
-        return nb::tuple(list);
+    const auto entries = [&](std::size_t begin, std::size_t end) {
+        NewTuple tuple(end - begin);
+        for (std::size_t draw = begin; draw < end; ++draw) tuple.add(entry(scored, draw));
+        return tuple.done();
     };
-    nb::list tokens, logprobs, prompt_logprobs;
-    bool any_scores = false;
+    const bool any_scores = std::any_of(asked_.begin(), asked_.end(), [](const Asked& asked) { return asked.scores > 0; });
+    NewTuple tokens(asked_.size()), logprobs(asked_.size()), prompt_logprobs(any_scores ? asked_.size() : 0);
     std::size_t at = 0;
     for (const Asked& asked : asked_) {
         const std::size_t first = at + asked.scores;
         std::size_t end = first + asked.samples;
         for (int draft = 0; draft < asked.drafts && results_[end - 1].token == tokens_[draws_[end].row]; ++draft) ++end;
-        PyObject* drawn = PyTuple_New(static_cast<Py_ssize_t>(end - first));
-        if (!drawn) throw nb::python_error();
-        for (std::size_t draw = first; draw < end; ++draw)
-            PyTuple_SET_ITEM(drawn, draw - first, PyLong_FromLong(results_[draw].token));
-        tokens.append(nb::steal(drawn));
-        logprobs.append(asked.logprobs ? entries(first, end) : nb::tuple());
-        prompt_logprobs.append(entries(at, first));
-        any_scores |= asked.scores > 0;
+        NewTuple drawn(end - first);
+        for (std::size_t draw = first; draw < end; ++draw) drawn.add(python_int(results_[draw].token));
+        tokens.add(drawn.done());
+        logprobs.add(entries(asked.logprobs ? first : end, end));
+        if (any_scores) prompt_logprobs.add(entries(at, first));
         at = first + asked.samples + asked.drafts;
     }
-    return nb::make_tuple(nb::tuple(tokens), nb::tuple(logprobs), any_scores ? nb::tuple(prompt_logprobs) : nb::tuple());
+    return nb::make_tuple(tokens.done(), logprobs.done(), prompt_logprobs.done());
 }
 
 nb::object PlanReader::entry(const nb::object& scored, std::size_t draw) const {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "step.h"
@@ -36,8 +37,18 @@ private:
     struct Lists {
         std::size_t history = 0, history_size = 0, bias = 0, bias_size = 0, banned = 0, banned_size = 0;
     };
-    struct Sequence;
+    // A SequenceInfo and its SamplingParams, as far as draws need them.
+    struct Sequence {
+        explicit Sequence(PyObject* info);
+        int num_prompt_logprobs() const;  // best tokens wanted with each prompt token
 
+        nanobind::object info;  // keeps the object, by whose address it is known
+        Draw draw;              // what is the same in all draws of the sequence
+        nanobind::object params, bias, stop_ids;
+        int num_prompt = 0, min_tokens = 0;
+    };
+
+    const Sequence& sequence(PyObject* info);
     void read_item(PyObject* item, const nanobind::tuple& previous, const StepLimits& limits);
     void check(const Asked& asked, int tokens, const StepLimits& limits) const;
     void read_scores(PyObject* targets, int first_row, int num_logprobs);
@@ -51,6 +62,8 @@ private:
     nanobind::object entry(const nanobind::object& scored, std::size_t draw) const;
 
     int vocab_size_ = 0;
+    // By their SequenceInfo, those of the last plan: what never changes is read from Python once.
+    std::unordered_map<PyObject*, Sequence> sequences_, sequences_before_;
     std::vector<std::int32_t> tokens_, positions_, item_rows_, block_tables_, table_offsets_;
     std::vector<std::int32_t> history_, bias_ids_, banned_, previous_;
     std::vector<float> bias_values_;

@@ -165,3 +165,15 @@ def test_a_bad_plan_is_a_bug(runner: NativeRunner, step_item: Any) -> None:
     with pytest.raises(ValueError, match="32 bits"):
         run(runner, step_item((2**40,)))
     assert len(run(runner, step_item((1,))).tokens[0]) == 1
+
+
+def test_a_new_sequence_is_not_taken_for_one_that_left(runner: NativeRunner, step_item: Any) -> None:
+    """C2: what a sequence draws by is kept from step to step, and sequences come and go at the same address."""
+
+    def draw(seed: int) -> StepItem:
+        return step_item(PROMPT[:20], 0, SamplingParams(temperature=2.0), seed=seed, block_table=tuple(range(4)))
+
+    together = [run(runner, *(draw(seed) for seed in range(12))).tokens[seed] for seed in range(12)]
+    assert len(set(together)) > 6
+    for _ in range(2):
+        assert [run(runner, draw(seed)).tokens[0] for seed in range(12)] == together

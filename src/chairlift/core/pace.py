@@ -17,8 +17,6 @@ LAST_STEPS = 128
 MOST_RATIO = 2.5  # a machine that strays farther is not kept in check by computing ever less
 _TOKENS, _POSITIONS = 1e-2, 1e-5  # bring the features to the size of 1
 
-Vector = list[float]
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -39,8 +37,9 @@ class Pace:
     """Predicts the seconds of steps, and counts what swapping a block costs."""
 
     def __init__(self) -> None:
-        self._weights: Vector = [0.0, 0.0, 0.0]
-        self._spread = [[1e4 if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._weights = 0.0, 0.0, 0.0  # seconds of a step, of its tokens, of its positions
+        # The upper triangle of a symmetric matrix: a difference between its halves would grow without bounds.
+        self._spread = 1e4, 0.0, 0.0, 1e4, 0.0, 1e4
         self._ratios: deque[float] = deque(maxlen=LAST_STEPS)  # of a step's time to what was foreseen
         self._steps = 0
         self._swap_seconds = 0.0
@@ -52,8 +51,9 @@ class Pace:
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a step; 0 while nothing is known."""
-        constant, *slopes = (a * b for a, b in zip(self._weights, _features(work), strict=True))
-        return max(0.0, constant + sum(max(0.0, cost) for cost in slopes))  # more work never takes less time
+        constant, token, position = self._weights  # more work never takes less time
+        slopes = max(0.0, token) * work.tokens * _TOKENS + max(0.0, position) * work.positions * _POSITIONS
+        return max(0.0, constant + slopes)
 
     def safe_seconds(self, work: Work) -> float:
         """A time that 99 of 100 such steps stay below."""
@@ -70,16 +70,23 @@ class Pace:
             return
         if self.known:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
-        x = _features(work)
-        px = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
-        gain = [value / (FORGETTING + sum(x[j] * px[j] for j in range(3))) for value in px]
-        error = seconds - sum(a * b for a, b in zip(self._weights, x, strict=True))
-        self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
-        trace = sum(self._spread[i][i] for i in range(3))
-        forget = FORGETTING if trace < 1e6 else 1.0  # while all steps are alike nothing is learnt, nor forgotten
-        for i in range(3):
-            for j in range(i + 1):  # kept symmetric: a difference would grow without bounds
-                self._spread[i][j] = self._spread[j][i] = (self._spread[i][j] - gain[i] * px[j]) / forget
+        # By elements: this is done once a step, and loops over three would take several times as long.
+        y, z = work.tokens * _TOKENS, work.positions * _POSITIONS
+        a, b, c, d, e, f = self._spread
+        pa, pb, pc = a + b * y + c * z, b + d * y + e * z, c + e * y + f * z
+        scale = 1.0 / (FORGETTING + pa + pb * y + pc * z)
+        constant, token, position = self._weights
+        error = scale * (seconds - constant - token * y - position * z)
+        self._weights = constant + pa * error, token + pb * error, position + pc * error
+        keep = FORGETTING if a + d + f < 1e6 else 1.0  # while all steps are alike nothing is learnt, nor forgotten
+        self._spread = (
+            (a - scale * pa * pa) / keep,
+            (b - scale * pa * pb) / keep,
+            (c - scale * pa * pc) / keep,
+            (d - scale * pb * pb) / keep,
+            (e - scale * pb * pc) / keep,
+            (f - scale * pc * pc) / keep,
+        )
         self._steps += 1
 
     def learn_swap(self, blocks: int, seconds: float) -> None:
@@ -106,7 +113,3 @@ class Pace:
             else:
                 high = middle - 1
         return low
-
-
-def _features(work: Work) -> Vector:
-    return [1.0, work.tokens * _TOKENS, work.positions * _POSITIONS]

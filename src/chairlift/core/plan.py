@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from chairlift.core.request import FinishReason, SamplingParams, SequenceInfo
@@ -99,6 +100,10 @@ class StepItem(NamedTuple):
         return self.sequence.num_logprobs
 
 
+new_item = partial(tuple.__new__, StepItem)
+"""Makes a `StepItem` of all its fields, in half the time."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What a runner does in one step.
@@ -174,6 +179,10 @@ class Output(NamedTuple):
     cumulative_logprob: float | None = None  # of a beam's tokens
 
 
+new_output = partial(tuple.__new__, Output)
+"""Makes an `Output` of all its fields, in half the time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What a runner has reserved, returned from its start().
@@ -195,8 +204,7 @@ class Capacity:
     details: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(NamedTuple):
     """The engine's state after a step, for metrics. Totals count from the start of the engine."""
 
     step_id: int = 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from chairlift.core.batch import Batch, new_item
+from chairlift.core.batch import Batch
 from chairlift.core.boarding import Boarding
 from chairlift.core.pace import Pace, Work
+from chairlift.core.plan import new_item
 from chairlift.core.policy import Group, Policy
 from chairlift.core.request import Request, Status
 from chairlift.core.searches import Searches

@@ -28,11 +28,11 @@ from chairlift.core.plan import (
     StepResult,
     StepStats,
     TokenLogprob,
+    new_output,
 )
 from chairlift.core.planner import Planner
 from chairlift.core.policy import Policy
-from chairlift.core.queue import WaitingQueue
-from chairlift.core.request import FinishReason, Key, Request, SamplingParams, Status
+from chairlift.core.request import FinishReason, Request, SamplingParams, Status
 from chairlift.core.searches import Searches
 from chairlift.core.sequences import Sequences
 from chairlift.core.settings import Settings
@@ -40,7 +40,7 @@ from chairlift.core.shares import Shares
 from chairlift.core.speculation import Speculation
 from chairlift.errors import ConfigError, RequestRefused
 
-__all__ = ["Key", "Scheduler", "Settings"]
+__all__ = ["Scheduler", "Settings"]
 
 _BAD_LOGITS = "the model's logits are not finite numbers"
 
@@ -76,6 +76,8 @@ class Scheduler:
         )
         self.pace = Pace()
         self.boarding = Boarding(capacity, policy, settings, self.kv, self.pace, shares, self._tell)
+        self.waiting = self.boarding.waiting
+        self.running = self.boarding.running  # in the order of boarding
         self.failures = Failures()
         self.sequences = Sequences(self.kv, self.boarding, self.failures, shares, self._tell)
         self.searches = Searches(self.kv, self.boarding, self.sequences)
@@ -93,15 +95,6 @@ class Scheduler:
         self._idle_since = 0.0  # when the first of those who wait came to an idle engine
         self._last_tokens = 0
         self._last_seconds = 0.0
-
-    @property
-    def waiting(self) -> WaitingQueue:
-        return self.boarding.waiting
-
-    @property
-    def running(self) -> dict[Key, Request]:
-        """In the order of boarding."""
-        return self.boarding.running
 
     @property
     def has_work(self) -> bool:
@@ -293,7 +286,10 @@ class Scheduler:
                 continue
             known = request.token_ids
             known.append(token)
-            news = Output(request.id, request.index, tokens, None, logprobs, prompt_logprobs, request.num_cached_tokens)
+            cached = request.num_cached_tokens
+            news = new_output(
+                (request.id, request.index, tokens, None, logprobs, prompt_logprobs, cached, None, None, False, None)
+            )
             if token in request.stop_ids or len(known) >= request.max_len:
                 outputs += self._finish_if_done(request, token, news)
             else:
@@ -494,32 +490,31 @@ class Scheduler:
         return events
 
     def stats(self) -> StepStats:
-        host, disk = self.capacity.num_host_blocks, self.capacity.num_disk_blocks
-        free = {tier.first: tier.pool.num_free for tier in self.kv.tiers}
-        totals = self.boarding.totals
+        capacity, waiting, totals = self.capacity, self.waiting, self.boarding.totals
+        free = {tier.first: tier.pool.num_free for tier in self.kv.tiers} if self.kv.tiers else {}
         return StepStats(
             step_id=self._next_step - 1,
             num_running=len(self.running),
-            num_waiting=len(self.waiting) - self.waiting.num_preempted,
-            num_preempted=self.waiting.num_preempted,
+            num_waiting=len(waiting) - waiting.num_preempted,
+            num_preempted=waiting.num_preempted,
             free_blocks=self.kv.pool.num_free,
             reserved_blocks=self.kv.reserved,
-            num_blocks=self.capacity.num_blocks,
+            num_blocks=capacity.num_blocks,
             step_tokens=self._last_tokens,
             step_seconds=self._last_seconds,
             total_preemptions=totals.preemptions,
             total_cached_tokens=totals.cached_tokens,
             total_lookup_tokens=totals.lookup_tokens,
-            num_host_blocks=host,
-            free_host_blocks=free[0] if host else 0,
-            num_disk_blocks=disk,
-            free_disk_blocks=free[host] if disk else 0,
+            num_host_blocks=capacity.num_host_blocks,
+            free_host_blocks=free[0] if capacity.num_host_blocks else 0,
+            num_disk_blocks=capacity.num_disk_blocks,
+            free_disk_blocks=free[capacity.num_host_blocks] if capacity.num_disk_blocks else 0,
             total_swaps=totals.swaps,
             total_recomputed_tokens=totals.recomputed_tokens,
             total_drafts=self.speculation.num_drafts,
             total_accepted_drafts=self.speculation.num_accepted,
             budget=self.planner.budget,
-            binding=self.boarding.binding if self.waiting else "",  # who waited may just have been aborted
+            binding=self.boarding.binding if waiting else "",  # who waited may just have been aborted
         )
 
     def check(self) -> None:

@@ -23,8 +23,8 @@ Tokens = tuple[tuple[int, ...], ...]  # those drawn in a step, by item
 
 
 class NativeRunner:
-    """Runs plans on this machine's processors, with ``async_scheduling`` in a thread of its own. Nothing is kept per
-    request, and of a step only the tokens it drew, which the next plan may refer to.
+    """Runs plans on this machine's processors, with ``async_scheduling`` in a thread of its own. From one plan to the
+    next only the tokens drawn are kept, which the next may refer to, and what its sequences draw by.
 
     Args:
         checkpoint: the model; its tensors are needed only until `start` returns.
