@@ -50,7 +50,9 @@ def report(results: dict[str, dict[str, float | str]]) -> str:
     lines = [
         f"instruction set {results['run']['isa']}, barrier {float(results['run']['barrier']) * 1e6:.2f} us",
         "limits: "
-        + "".join(f"{key} {limit[key]:.0f} G multiply-adds/s, " for key in ("int8", "bytes", "vnni", "float") if key in limit)
+        + "".join(
+            f"{key} {limit[key]:.0f} G multiply-adds/s, " for key in ("int8", "bytes", "vnni", "float") if key in limit
+        )
         + f"streaming {limit['stream']:.1f} GB/s",
         "",
         f"{'':6}" + "".join(f"{f'm={m}':>8}" for m in BATCHES) + f"{'of limit':>10}{'m=1 GB/s':>10}{'of limit':>10}",

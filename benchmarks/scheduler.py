@@ -11,6 +11,7 @@ read before each step. A model step reads its weights, and leaves no cache with 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -154,4 +155,5 @@ def _result(plan: StepPlan) -> StepResult:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -10,8 +10,8 @@ multiply-add a weight.
 
 from __future__ import annotations
 
+import argparse
 import gc
-import sys
 import time
 
 from chairlift import LLM, SamplingParams
@@ -65,4 +65,6 @@ def _decode(llm: LLM, runner: NativeRunner, prompts: list[list[int]]) -> tuple[d
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else DEFAULT_MODEL)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    main(parser.parse_args().model)

@@ -207,7 +207,7 @@ void PlanReader::add_draws(const Asked& asked, const Sequence& sequence, int row
         Lists lists = shared;
         draw.row = row + draft;
         draw.position = position + draft;
-        draw.index += std::min(i, asked.samples - 1);
+        draw.index = static_cast<std::int32_t>(static_cast<std::uint32_t>(draw.index) + std::min(i, asked.samples - 1));
         draw.history_prompt = std::min(sequence.num_prompt, static_cast<int>(shared.history_size));
         ban(sequence, draw.position, lists);
         draws_.push_back(draw);
@@ -235,7 +235,7 @@ PlanReader::Lists PlanReader::read_lists(PyObject* history, const Sequence& sequ
 // The stop tokens, while there are too few others.
 void PlanReader::ban(const Sequence& sequence, int position, Lists& lists) {
     lists.banned = banned_.size();
-    if (sequence.min_tokens == 0 || position - sequence.num_prompt >= sequence.min_tokens) return;
+    if (sequence.min_tokens <= 0 || std::int64_t{position} - sequence.num_prompt >= sequence.min_tokens) return;
     for (nb::handle token : nb::iter(sequence.stop_ids))
         if (const std::int32_t id = int32(token.ptr()); id < vocab_size_) banned_.push_back(id);
     lists.banned_size = banned_.size() - lists.banned;

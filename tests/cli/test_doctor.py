@@ -120,6 +120,15 @@ def test_quality_is_the_perplexity_that_transformers_finds(
     assert found["int8"] == pytest.approx(expected, rel=0.01)
 
 
+def test_json_is_printed_whatever_the_quality_check_meets() -> None:
+    result = run("--quality", "--json", "--model", "no-such-model")
+    assert result.returncode == 1
+    found = json.loads(result.stdout)
+    assert found["isas"] == _native.available_isas() and "quality" not in found
+    (problem,) = found["problems"]
+    assert "no-such-model" in problem and problem in result.stderr
+
+
 def test_quality_is_a_line_beside_the_others(tiny: Path) -> None:
     result = run("--quality", "--model", str(tiny))
     assert result.returncode == 0 and not result.stderr

@@ -69,6 +69,14 @@ def test_nothing_is_known_at_first() -> None:
     assert pace.known
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_cannot_be_teaches_nothing(seconds: float) -> None:
+    pace = taught()
+    before = pace.seconds(Work(10, 1000))
+    pace.learn(Work(10, 1000), seconds)
+    assert pace.seconds(Work(10, 1000)) == before
+
+
 def test_a_step_without_a_time_teaches_nothing() -> None:
     """A runner that does not measure, or a clock that jumped back."""
     pace = taught(50)
@@ -129,6 +137,20 @@ def test_more_work_never_takes_less_time() -> None:
         pace = taught(MIN_STEPS + seed, 0.5, seed)
         times = [pace.seconds(Work(8, 800).plus(100, n)) for n in range(0, 400, 7)]
         assert times == sorted(times)
+
+
+@pytest.mark.parametrize("spread", [0, 1, 20, 100])
+def test_contexts_of_about_one_length(spread: int) -> None:
+    """S2: of such steps only the time of a row with its positions is known, not how much of it is whose."""
+    rng, pace = Random(3), Pace()
+    ratios = []
+    for step in range(3000):
+        n = rng.randint(1, 32)
+        work = Work(n, sum(512 + rng.randint(-spread, spread) for _ in range(n)))
+        if step > 500:
+            ratios.append(pace.seconds(work) / true_seconds(work))
+        pace.learn(work, true_seconds(work) * rng.uniform(0.8, 1.2))
+    assert 0.9 < min(ratios) <= max(ratios) < 1.1
 
 
 def test_the_chunk_is_the_largest_that_is_safe() -> None:

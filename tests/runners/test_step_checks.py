@@ -164,8 +164,19 @@ BAD_ITEMS = {
     "a forced token past the vocabulary": (ValueError, {"prompt_targets": (259,)}),
     "a forced token below 0": (ValueError, {"prompt_targets": (-1,)}),
     "more forced tokens than rows": (ValueError, {"prompt_targets": (1, 2)}),
+    "a prompt shorter than nothing": (ValueError, {"sequence": SequenceInfo("a", 0, SamplingParams(), 0, -1)}),
     "no params": (AttributeError, {"sequence": None}),
 }
+
+
+def test_numbers_that_mean_nothing(tiny: Any, step_item: Any) -> None:
+    """Fewer tokens than none before a stop token, and an index that is the last there is: they do no harm."""
+    params = SamplingParams()
+    object.__setattr__(params, "min_tokens", -5)  # which SamplingParams itself refuses
+    for given in ({"params": params}, {"index": BIG}, {"params": SamplingParams(min_tokens=3), "index": BIG}):
+        item = step_item((1, 2), block_table=(0,), num_samples=3, num_prompt=40, stop_ids=frozenset([3]), **given)
+        tokens, _, _ = tiny.model.run((item,), (), TokenLogprob)
+        assert len(tokens[0]) == 3
 
 
 @pytest.mark.parametrize("name", BAD_ITEMS)

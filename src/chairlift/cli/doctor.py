@@ -11,7 +11,7 @@ import typer
 from chairlift.cli.options import config_options
 from chairlift.config import EngineConfig
 from chairlift.config_checks import flag
-from chairlift.errors import ConfigError
+from chairlift.errors import ChairliftError, ConfigError
 
 
 @partial(config_options, only=("model", "quantization", "kv_cache_dtype", "threads", "isa"))
@@ -45,9 +45,12 @@ def doctor(
         for name, text in lines.items():
             print(f"{name:{width}}  {text}", flush=True)
     if quality and not found["problems"]:
-        found["quality"] = compare_quality(engine_config)
-        if not as_json:
-            print(f"{'quality':{width}}  {_quality_line(found['quality'])}")
+        try:
+            found["quality"] = compare_quality(engine_config)
+        except ChairliftError as error:  # what was found until then is still worth printing
+            found["problems"].append(str(error))
+    if "quality" in found and not as_json:
+        print(f"{'quality':{width}}  {_quality_line(found['quality'])}")
     if as_json:
         print(json.dumps(found, indent=2))
     for problem in found["problems"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 
 FORGETTING = 0.995  # weight of what is one step older
 MIN_STEPS = 8  # before the model is believed
@@ -16,6 +17,8 @@ FIRST_CHUNK = 16  # prompt tokens in a step beside decodes until then
 LAST_STEPS = 128
 MOST_RATIO = 2.5  # a machine that strays farther is not kept in check by computing ever less
 _TOKENS, _POSITIONS = 1e-2, 1e-5  # bring the features to the size of 1
+
+Vector = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._weights = 0.0, 0.0, 0.0  # seconds of a step, of its tokens, of its positions
+        self._rates = self._weights  # the same, no slope below 0: more work never takes less time
         # The upper triangle of a symmetric matrix: a difference between its halves would grow without bounds.
         self._spread = 1e4, 0.0, 0.0, 1e4, 0.0, 1e4
         self._ratios: deque[float] = deque(maxlen=LAST_STEPS)  # of a step's time to what was foreseen
@@ -51,9 +55,8 @@ class Pace:
 
     def seconds(self, work: Work) -> float:
         """Predicted time of a step; 0 while nothing is known."""
-        constant, token, position = self._weights  # more work never takes less time
-        slopes = max(0.0, token) * work.tokens * _TOKENS + max(0.0, position) * work.positions * _POSITIONS
-        return max(0.0, constant + slopes)
+        constant, token, position = self._rates
+        return max(0.0, constant + token * work.tokens * _TOKENS + position * work.positions * _POSITIONS)
 
     def safe_seconds(self, work: Work) -> float:
         """A time that 99 of 100 such steps stay below."""
@@ -66,7 +69,7 @@ class Pace:
 
     def learn(self, work: Work, seconds: float) -> None:
         """A step took so long."""
-        if seconds <= 0.0:
+        if not 0.0 < seconds < inf:
             return
         if self.known:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
@@ -87,7 +90,21 @@ class Pace:
             (e - scale * pb * pc) / keep,
             (f - scale * pc * pc) / keep,
         )
+        self._rates = self._weights if self._weights[1] >= 0.0 <= self._weights[2] else self._without_gains()
         self._steps += 1
+
+    def _without_gains(self) -> Vector:
+        """The best weights of which no slope is below 0. One that is, is held at 0, and the others make up for it as
+        far as they are known together: where positions are about a multiple of tokens, only the sum is known."""
+        a, b, c, d, e, f = self._spread
+        weights, spread = list(self._weights), [[a, b, c], [b, d, e], [c, e, f]]
+        for i in sorted((1, 2), key=lambda i: weights[i]):
+            if weights[i] < 0.0:
+                gain, below = [row[i] / spread[i][i] for row in spread], weights[i]
+                weights = [weight - g * below for weight, g in zip(weights, gain, strict=True)]
+                spread = [[spread[j][k] - gain[j] * spread[i][k] for k in range(3)] for j in range(3)]
+        constant, token, position = weights
+        return constant, max(0.0, token), max(0.0, position)
 
     def learn_swap(self, blocks: int, seconds: float) -> None:
         """So many blocks were swapped, in or out."""
