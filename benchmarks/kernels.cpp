@@ -120,9 +120,8 @@ void measure_type(const char* name, const MatmulKernels& kernels, ThreadPool& po
     op(r, "0") op(r, "1") op(r, "2") op(r, "3") op(r, "4") op(r, "5") op(r, "6") op(r, "7") op(r, "8") op(r, "9") \
     op(r, "10") op(r, "11")
 #define INT8_STEP(r, n) "vpmaddubsw %%" r "14, %%" r "15, %%" r "13\n\tvpaddw %%" r "13, %%" r n ", %%" r n "\n\t"
-// Of two signed bytes, as exact as the products of weights below 128: the sign goes to the other side, and each sum of two
-// products, which fills 16 bits, into 32.
-#define BYTES_STEP(r, n)                                                                                    \
+// Of two signed bytes: the sign goes to the other side, and each sum of two products, which fills 16 bits, into 32.
+#define SIGNED_STEP(r, n)                                                                                    \
     "vpsignb %%" r "14, %%" r "15, %%" r "13\n\tvpmaddubsw %%" r "13, %%" r "14, %%" r "13\n\tvpmaddwd %%" r \
     "13, %%" r "15, %%" r "13\n\tvpaddd %%" r "13, %%" r n ", %%" r n "\n\t"
 #define VNNI_STEP(r, n) "vpdpbusd %%" r "14, %%" r "15, %%" r n "\n\t"
@@ -138,7 +137,7 @@ void measure_type(const char* name, const MatmulKernels& kernels, ThreadPool& po
     }
 
 LIMIT_LOOP(int8_loop, INT8_STEP, "ymm")
-LIMIT_LOOP(bytes_loop, BYTES_STEP, "ymm")
+LIMIT_LOOP(signed_loop, SIGNED_STEP, "ymm")
 LIMIT_LOOP(float_loop, FLOAT_STEP, "ymm")
 LIMIT_LOOP(vnni_loop, VNNI_STEP, "zmm")
 LIMIT_LOOP(wide_float_loop, FLOAT_STEP, "zmm")
@@ -150,7 +149,7 @@ void measure_limits([[maybe_unused]] Isa isa, ThreadPool& pool, double seconds) 
     const double chains = 12.0 * pool.size();
     if (isa != Isa::portable) {
         std::printf("limit int8 %g\n", rate(pool, chains * 32, seconds, int8_loop));
-        std::printf("limit bytes %g\n", rate(pool, chains * 32, seconds, bytes_loop));
+        std::printf("limit signed %g\n", rate(pool, chains * 32, seconds, signed_loop));
         if (wide) std::printf("limit vnni %g\n", rate(pool, chains * 64, seconds, vnni_loop));
         std::printf("limit float %g\n", rate(pool, chains * (wide ? 16 : 8), seconds, wide ? wide_float_loop : float_loop));
     }

@@ -3,8 +3,10 @@
     python benchmarks/kernels.py [--threads N] [--isa NAME] [--out 1536] [--inner 576] [--seconds 0.5] [--json FILE]
 
 Prints G multiply-adds/s of [m x inner] x [inner x out] for m = 1, 4, 8, 32, 128. For m = 1 the weights come from
-memory, not from a cache, and the rate at which they are read is printed as well. Figures are the best of several
-rounds: on a busy machine still too low. Needs CMake, a C++ compiler and nanobind.
+memory, not from a cache, and the rate at which they are read is printed as well. Limits are those of register loops:
+int8 of vpmaddubsw and a sum of 16 bits, signed of bytes with signs and sums of 32 bits, as Q8_0 needs them where there
+is no VNNI. Figures are the best of several rounds: on a busy machine still too low. Needs CMake, a C++ compiler and
+nanobind.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def build(program: str = "kernel_bench") -> Path:
 
 
 def measure(isa: str, threads: int, out: int, inner: int, seconds: float) -> dict[str, dict[str, float | str]]:
-    """Tables by name: "run", "limit" (int8, float: multiply-adds/s; stream: bytes/s) and each type (by batch size)."""
+    """Tables by name: "run", "limit" (stream: bytes/s, else multiply-adds/s) and each type (by batch size)."""
     command: list[str | Path] = [build(), isa, str(threads), str(out), str(inner), str(seconds)]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     results: dict[str, dict[str, float | str]] = {}
@@ -51,7 +53,7 @@ def report(results: dict[str, dict[str, float | str]]) -> str:
         f"instruction set {results['run']['isa']}, barrier {float(results['run']['barrier']) * 1e6:.2f} us",
         "limits: "
         + "".join(
-            f"{key} {limit[key]:.0f} G multiply-adds/s, " for key in ("int8", "bytes", "vnni", "float") if key in limit
+            f"{key} {limit[key]:.0f} G multiply-adds/s, " for key in ("int8", "signed", "vnni", "float") if key in limit
         )
         + f"streaming {limit['stream']:.1f} GB/s",
         "",

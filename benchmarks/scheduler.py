@@ -80,7 +80,7 @@ def _measure(running: int, waiting: int, order: str, fair: bool) -> tuple[float,
 
 def _scheduler(running: int, order: str = "fcfs", fair: bool = False) -> Scheduler:
     return Scheduler(
-        Capacity(num_blocks=running * 100, block_size=16, max_model_len=8192),
+        Capacity(num_blocks=running * 110, block_size=16, max_model_len=8192),
         make_policy("chunked", order=make_order(order)),
         Settings(max_num_seqs=running, max_num_batched_tokens=8192),
         shares=Shares() if fair else None,

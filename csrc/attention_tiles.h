@@ -20,7 +20,7 @@ constexpr int kSteps = kPositions / kStep;        // of positions
 constexpr int kColumns = kPositions / kLanes;     // of keys, of sixteen positions
 constexpr int kTile = 16 * kLanes;                // pairs, or sums, of a tile register
 constexpr int kHalves = 2;
-constexpr int kLinesAtOnce = 4;                   // that the memory is asked for
+constexpr int kLinesAtOnce = 8;                   // that the memory is asked for, between products
 
 constexpr float kLog2E = 1.44269504f;  // scores are taken times this, so that weights are powers of 2
 
@@ -47,12 +47,13 @@ public:
     }
 
     // For the next few lines.
+    template <int lines = kLinesAtOnce>
     CHAIRLIFT_INLINE void ask() {
         if (next_ >= count_) return;
         Piece& piece = pieces_[next_];
-        for (int i = 0; i < kLinesAtOnce; ++i) prefetch_l2(piece.begin + 64 * i);  // a few beyond its end do no harm
-        piece.begin += 64 * kLinesAtOnce;
-        piece.lines -= kLinesAtOnce;
+        for (int i = 0; i < lines; ++i) prefetch_l2(piece.begin + 64 * i);  // a few beyond its end do no harm
+        piece.begin += 64 * lines;
+        piece.lines -= lines;
         next_ += piece.lines <= 0;
     }
 
@@ -317,7 +318,7 @@ CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUn
         const bool all = sixteen >= tile.begin && sixteen + kLanes <= tile.end;
         std::uint32_t* out = work.values + sixteen / 2 * kLanes;
         for (int i = sixteen; i < sixteen + kLanes; i += 2, out += kLanes) {
-            ahead.ask();
+            ahead.ask<1>();  // few: this loop is short, and with more the memory would have nothing to do in others
             const bool first = i >= tile.begin && i < tile.end, second = i + 1 >= tile.begin && i + 1 < tile.end;
             for (int column = 0; column < work.columns; ++column, pairs += kLanes) {
                 std::uint32_t* const to = out + std::size_t(column) * kSteps * kTile;

@@ -125,7 +125,7 @@ private:
     int logit_rows_ = 0;              // rows of logits_: the head works in pieces of so many
 
     std::vector<std::unique_ptr<Sampler>> samplers_;  // one a thread
-    std::vector<RowUnit> units_, head_units_;  // of all rows, and of head_rows_; costliest first
+    std::vector<RowUnit> units_, head_units_;  // of all rows, and of head_rows_ where they are fewer; costliest first
     std::vector<int> all_rows_, item_of_row_;
     std::vector<int> draw_order_;     // draws by row
     std::vector<int> head_rows_;      // rows that some draw needs, ascending, each once

@@ -305,19 +305,21 @@ void float_tile(const std::uint8_t* panel, int cols, const Rows& rows, float (*o
     for (int r = 0; r < R; r++) store(out[r], acc[r]);
 }
 
-// One row by P panels of float weights, whose sums need not wait for each other.
-template <Type type, int P>
+constexpr int kPanelsAtOnce = 4;
+
+// One row by some panels of float weights, whose sums need not wait for each other.
+template <Type type>
 void float_panels(const std::uint8_t* panel, std::size_t panel_bytes, int cols, const float* x, float (*out)[kPanel]) {
-    f32x16 acc[P];
+    f32x16 acc[kPanelsAtOnce];
     CHAIRLIFT_UNROLL
-    for (int p = 0; p < P; p++) acc[p] = zero16();
+    for (int p = 0; p < kPanelsAtOnce; p++) acc[p] = zero16();
     for (int k = 0; k < cols; k++) {
         const f32x16 value = broadcast16(x[k]);
         CHAIRLIFT_UNROLL
-        for (int p = 0; p < P; p++)
+        for (int p = 0; p < kPanelsAtOnce; p++)
             acc[p] = fma(value, load_floats<type>(panel + p * panel_bytes, static_cast<std::size_t>(k) * kPanel), acc[p]);
     }
-    for (int p = 0; p < P; p++) store(out[p], acc[p]);
+    for (int p = 0; p < kPanelsAtOnce; p++) store(out[p], acc[p]);
 }
 
 template <Type type, int R>
@@ -391,17 +393,16 @@ struct Product {
 
 template <Type type>
 void by_panels(const Product& product, int row) {
-    constexpr int P = 4;
-    alignas(64) float sums[P][kPanel];
+    alignas(64) float sums[kPanelsAtOnce][kPanel];
     const std::size_t bytes = product.w.panel_bytes;
-    for (int panel = product.panel_begin; panel < product.panel_end; panel += P) {
-        const int count = product.panel_end - panel < P ? product.panel_end - panel : P;
+    const Rows one = product.rows(row);
+    for (int panel = product.panel_begin, count; panel < product.panel_end; panel += count) {
         const std::uint8_t* weights = product.w.data + panel * bytes;
-        if (count == P)
-            float_panels<type, P>(weights, bytes, product.w.cols, product.rows(row).x, sums);
+        count = product.panel_end - panel < kPanelsAtOnce ? 1 : kPanelsAtOnce;
+        if (count == 1)
+            float_tile<type, 1>(weights, product.w.cols, one, sums);
         else
-            for (int p = 0; p < count; p++)
-                float_panels<type, 1>(weights + p * bytes, bytes, product.w.cols, product.rows(row).x, sums + p);
+            float_panels<type>(weights, bytes, product.w.cols, one.x, sums);
         for (int p = 0; p < count; p++) product.write(sums + p, row, 1, panel + p);
     }
 }

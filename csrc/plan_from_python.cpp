@@ -129,6 +129,7 @@ StepInput PlanReader::read(const nb::tuple& items, const nb::tuple& previous, co
     sequences_.clear();
     flattened_ = false;
     for (std::size_t i = 0; i < items.size(); ++i) read_item(PyTuple_GET_ITEM(items.ptr(), i), previous, limits);
+    sequences_before_.clear();
     for (std::size_t i = 0; i < draws_.size(); ++i) {
         const Lists& at = lists_[i];
         draws_[i].history = std::span(history_).subspan(at.history, at.history_size);

@@ -133,7 +133,8 @@ class Model:
 
         ``previous`` are the tokens of the step before, for those that were not known when this one was planned.
         ``scored`` makes a `TokenLogprob` of its fields. ``logits`` [draws, vocab] takes the raw logits of each draw:
-        item after item those scored, those sampled, and those of drafts. TypeError for what is no `StepItem`;
+        item after item those scored, those sampled, and those of drafts. What a `SequenceInfo` holds is read once, and
+        kept until a plan comes without it. TypeError for what is no `StepItem`;
         ValueError for a token that was never drawn, a number that does not fit 32 bits, and whatever `step` raises it
         for.
         """

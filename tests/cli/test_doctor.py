@@ -120,7 +120,7 @@ def test_quality_is_the_perplexity_that_transformers_finds(
     assert found["int8"] == pytest.approx(expected, rel=0.01)
 
 
-def test_json_is_printed_whatever_the_quality_check_meets() -> None:
+def test_json_is_printed_when_the_quality_check_fails() -> None:
     result = run("--quality", "--json", "--model", "no-such-model")
     assert result.returncode == 1
     found = json.loads(result.stdout)

@@ -517,7 +517,7 @@ def test_many_steps_that_are_all_alike_leave_the_model_sound() -> None:
     pace = Pace()
     for _ in range(10_000):
         pace.learn(Work(8, 800), 0.01)
-    assert sum(pace._spread[i] for i in (0, 3, 5)) < 1e7
+    assert sum(pace._covariance[i] for i in (0, 3, 5)) < 1e7
     for tokens in range(1, 200):
         pace.learn(Work(tokens, 100 * tokens), 0.002 + 0.001 * tokens)
     assert pace.seconds(Work(100, 10_000)) == pytest.approx(0.102, rel=0.01)

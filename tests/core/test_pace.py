@@ -143,14 +143,17 @@ def test_more_work_never_takes_less_time() -> None:
 def test_contexts_of_about_one_length(spread: int) -> None:
     """S2: of such steps only the time of a row with its positions is known, not how much of it is whose."""
     rng, pace = Random(3), Pace()
-    ratios = []
+    ratios, of_prompts = [], []
     for step in range(3000):
         n = rng.randint(1, 32)
         work = Work(n, sum(512 + rng.randint(-spread, spread) for _ in range(n)))
         if step > 500:
             ratios.append(pace.seconds(work) / true_seconds(work))
+            beside = work.plus(0, 64)
+            of_prompts.append(pace.seconds(beside) / true_seconds(beside))
         pace.learn(work, true_seconds(work) * rng.uniform(0.8, 1.2))
     assert 0.9 < min(ratios) <= max(ratios) < 1.1
+    assert 0.7 < min(of_prompts) <= max(of_prompts) < 1.6
 
 
 def test_the_chunk_is_the_largest_that_is_safe() -> None:

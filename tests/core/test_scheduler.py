@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.plan import BAD_LOGITS, BlockOpKind, Output, StepPlan, StepResult, TokenLogprob
+from chairlift.core.plan import BAD_LOGITS, BlockOpKind, Output, StepItem, StepPlan, StepResult, TokenLogprob
 from chairlift.core.queue import WaitingQueue
 from chairlift.core.request import FinishReason, Request, Status
 from chairlift.errors import RequestRefused
@@ -505,6 +505,15 @@ def test_history_is_sent_only_to_those_with_penalties(make_rig: MakeRig) -> None
     rig.run()
     lengths = {(item.request_id, len(item.history)) for plan in rig.plans for item in plan.items}
     assert lengths == {("plain", 0), ("penalty", 6), ("penalty", 7), ("penalty", 8)}
+
+
+def test_what_is_made_in_a_hurry_has_all_its_fields(make_rig: MakeRig) -> None:
+    """`new_item` and `new_output` do not count them."""
+    rig = make_rig()
+    rig.add("a", 6, max_tokens=5)
+    rig.run()
+    assert {len(item) for plan in rig.plans for item in plan.items} == {len(StepItem._fields)}
+    assert {len(output) for output in rig.outputs} == {len(Output._fields)}
 
 
 # -- prefix cache, as seen from outside

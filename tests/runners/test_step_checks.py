@@ -170,13 +170,17 @@ BAD_ITEMS = {
 
 
 def test_numbers_that_mean_nothing(tiny: Any, step_item: Any) -> None:
-    """Fewer tokens than none before a stop token, and an index that is the last there is: they do no harm."""
-    params = SamplingParams()
-    object.__setattr__(params, "min_tokens", -5)  # which SamplingParams itself refuses
-    for given in ({"params": params}, {"index": BIG}, {"params": SamplingParams(min_tokens=3), "index": BIG}):
-        item = step_item((1, 2), block_table=(0,), num_samples=3, num_prompt=40, stop_ids=frozenset([3]), **given)
-        tokens, _, _ = tiny.model.run((item,), (), TokenLogprob)
-        assert len(tokens[0]) == 3
+    """Fewer tokens than none before a stop token do no harm, and after the last index comes the first there is."""
+
+    def draws(num_samples: int, min_tokens: int = 0, index: int = 0) -> Any:
+        params = SamplingParams(temperature=2.0)
+        object.__setattr__(params, "min_tokens", min_tokens)  # SamplingParams itself refuses some
+        given = {"num_prompt": 40, "stop_ids": frozenset([3]), "index": index, "block_table": (0,)}
+        item = step_item((1, 2), params=params, num_samples=num_samples, **given)
+        return tiny.model.run((item,), (), TokenLogprob)[0][0]
+
+    assert draws(3, min_tokens=-5) == draws(3)
+    assert draws(3, index=BIG)[1:] == draws(2, index=-BIG - 1)
 
 
 @pytest.mark.parametrize("name", BAD_ITEMS)

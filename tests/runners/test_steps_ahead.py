@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -177,3 +178,12 @@ def test_a_new_sequence_is_not_taken_for_one_that_left(runner: NativeRunner, ste
     assert len(set(together)) > 6
     for _ in range(2):
         assert [run(runner, draw(seed)).tokens[0] for seed in range(12)] == together
+
+
+def test_a_sequence_that_left_is_let_go(runner: NativeRunner, step_item: Any) -> None:
+    item = step_item((5,), 3)
+    counts = [sys.getrefcount(item.sequence)]
+    for items in ((item,), ()):
+        run(runner, *items)
+        counts.append(sys.getrefcount(item.sequence))
+    assert counts[1] > counts[0] == counts[2]

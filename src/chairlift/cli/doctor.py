@@ -47,8 +47,8 @@ def doctor(
     if quality and not found["problems"]:
         try:
             found["quality"] = compare_quality(engine_config)
-        except ChairliftError as error:  # what was found until then is still worth printing
-            found["problems"].append(str(error))
+        except (ChairliftError, MemoryError, OSError) as error:  # what was found until then is still worth printing
+            found["problems"].append(str(error) or type(error).__name__)
     if "quality" in found and not as_json:
         print(f"{'quality':{width}}  {_quality_line(found['quality'])}")
     if as_json:

@@ -17,6 +17,7 @@ FIRST_CHUNK = 16  # prompt tokens in a step beside decodes until then
 LAST_STEPS = 128
 MOST_RATIO = 2.5  # a machine that strays farther is not kept in check by computing ever less
 _TOKENS, _POSITIONS = 1e-2, 1e-5  # bring the features to the size of 1
+_TOGETHER = 0.98  # squared correlation of the two slopes from which on only their sum is known
 
 Vector = tuple[float, float, float]
 
@@ -43,7 +44,7 @@ class Pace:
         self._weights = 0.0, 0.0, 0.0  # seconds of a step, of its tokens, of its positions
         self._rates = self._weights  # the same, no slope below 0: more work never takes less time
         # The upper triangle of a symmetric matrix: a difference between its halves would grow without bounds.
-        self._spread = 1e4, 0.0, 0.0, 1e4, 0.0, 1e4
+        self._covariance = 1e4, 0.0, 0.0, 1e4, 0.0, 1e4
         self._ratios: deque[float] = deque(maxlen=LAST_STEPS)  # of a step's time to what was foreseen
         self._steps = 0
         self._swap_seconds = 0.0
@@ -75,14 +76,14 @@ class Pace:
             self._ratios.append(seconds / max(self.seconds(work), 1e-9))
         # By elements: this is done once a step, and loops over three would take several times as long.
         y, z = work.tokens * _TOKENS, work.positions * _POSITIONS
-        a, b, c, d, e, f = self._spread
+        a, b, c, d, e, f = self._covariance
         pa, pb, pc = a + b * y + c * z, b + d * y + e * z, c + e * y + f * z
         scale = 1.0 / (FORGETTING + pa + pb * y + pc * z)
         constant, token, position = self._weights
         error = scale * (seconds - constant - token * y - position * z)
         self._weights = constant + pa * error, token + pb * error, position + pc * error
         keep = FORGETTING if a + d + f < 1e6 else 1.0  # while all steps are alike nothing is learnt, nor forgotten
-        self._spread = (
+        self._covariance = (
             (a - scale * pa * pa) / keep,
             (b - scale * pa * pb) / keep,
             (c - scale * pa * pc) / keep,
@@ -90,19 +91,24 @@ class Pace:
             (e - scale * pb * pc) / keep,
             (f - scale * pc * pc) / keep,
         )
-        self._rates = self._weights if self._weights[1] >= 0.0 <= self._weights[2] else self._without_gains()
+        self._rates = self._plausible()
         self._steps += 1
 
-    def _without_gains(self) -> Vector:
-        """The best weights of which no slope is below 0. One that is, is held at 0, and the others make up for it as
-        far as they are known together: where positions are about a multiple of tokens, only the sum is known."""
-        a, b, c, d, e, f = self._spread
-        weights, spread = list(self._weights), [[a, b, c], [b, d, e], [c, e, f]]
-        for i in sorted((1, 2), key=lambda i: weights[i]):
-            if weights[i] < 0.0:
-                gain, below = [row[i] / spread[i][i] for row in spread], weights[i]
-                weights = [weight - g * below for weight, g in zip(weights, gain, strict=True)]
-                spread = [[spread[j][k] - gain[j] * spread[i][k] for k in range(3)] for j in range(3)]
+    def _plausible(self) -> Vector:
+        """The weights, but for slopes that cannot be: one below 0 is held at 0, and the others make up for it as far as
+        they are known together. Of steps that all had about as many positions a token only the sum of the slopes is
+        known: then positions are held at 0, since a row costs something in itself."""
+        a, b, c, d, e, f = self._covariance
+        weights = list(self._weights)
+        together = e * e > _TOGETHER * d * f
+        if not together and min(weights[1:]) >= 0.0:
+            return self._weights
+        covariance = [[a, b, c], [b, d, e], [c, e, f]]
+        for i in (2, 1) if together or weights[2] <= weights[1] else (1, 2):
+            if (weights[i] < 0.0 or (together and i == 2)) and covariance[i][i] > 0.0:
+                gain, held = [row[i] / covariance[i][i] for row in covariance], weights[i]
+                weights = [weight - g * held for weight, g in zip(weights, gain, strict=True)]
+                covariance = [[covariance[j][k] - gain[j] * covariance[i][k] for k in range(3)] for j in range(3)]
         constant, token, position = weights
         return constant, max(0.0, token), max(0.0, position)
 
