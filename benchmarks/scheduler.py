@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -22,12 +22,12 @@ import numpy as np
 from chairlift.core.clock import WallClock
 from chairlift.core.engine import Engine
 from chairlift.core.order import make_order
-from chairlift.core.plan import Capacity, Output, StepPlan, StepResult, StepStats
+from chairlift.core.plan import Capacity, StepPlan, StepResult
 from chairlift.core.policy import make_policy
-from chairlift.core.ports import Message, Report
 from chairlift.core.request import Request, SamplingParams
 from chairlift.core.scheduler import Scheduler, Settings
 from chairlift.core.shares import Shares
+from chairlift.llm import _Mailbox
 
 PROMPT = 1000
 STEPS = 320  # timed; twenty blocks of each sequence
@@ -51,7 +51,9 @@ def main() -> None:
             f"{schedule:10.0f} {commit:9.0f} {both:9.0f} {both / running:11.2f}"
         )
 
-    engine = Engine(_scheduler(32), _NoModel(), _Nobody(), _Nobody(), WallClock())
+    clock = WallClock()
+    mailbox = _Mailbox(clock)
+    engine = Engine(_scheduler(32), _NoModel(), mailbox, mailbox, clock)
     for i in range(32):
         engine.scheduler.add(_request(i))
     while engine.scheduler.waiting or any(r.num_remaining > 1 for r in engine.scheduler.running.values()):
@@ -100,19 +102,6 @@ class _NoModel:
         return handle
 
     def close(self) -> None:
-        pass
-
-
-class _Nobody:
-    """A source and a sink."""
-
-    def take(self, idle: bool, until: float | None = None) -> Sequence[Message]:
-        return ()
-
-    def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
-        pass
-
-    def answer(self, report: Report) -> None:
         pass
 
 

@@ -490,31 +490,32 @@ class Scheduler:
         return events
 
     def stats(self) -> StepStats:
-        capacity, waiting, totals = self.capacity, self.waiting, self.boarding.totals
-        free = {tier.first: tier.pool.num_free for tier in self.kv.tiers} if self.kv.tiers else {}
+        host, disk = self.capacity.num_host_blocks, self.capacity.num_disk_blocks
+        free = {tier.first: tier.pool.num_free for tier in self.kv.tiers}
+        totals = self.boarding.totals
         return StepStats(
             step_id=self._next_step - 1,
             num_running=len(self.running),
-            num_waiting=len(waiting) - waiting.num_preempted,
-            num_preempted=waiting.num_preempted,
+            num_waiting=len(self.waiting) - self.waiting.num_preempted,
+            num_preempted=self.waiting.num_preempted,
             free_blocks=self.kv.pool.num_free,
             reserved_blocks=self.kv.reserved,
-            num_blocks=capacity.num_blocks,
+            num_blocks=self.capacity.num_blocks,
             step_tokens=self._last_tokens,
             step_seconds=self._last_seconds,
             total_preemptions=totals.preemptions,
             total_cached_tokens=totals.cached_tokens,
             total_lookup_tokens=totals.lookup_tokens,
-            num_host_blocks=capacity.num_host_blocks,
-            free_host_blocks=free[0] if capacity.num_host_blocks else 0,
-            num_disk_blocks=capacity.num_disk_blocks,
-            free_disk_blocks=free[capacity.num_host_blocks] if capacity.num_disk_blocks else 0,
+            num_host_blocks=host,
+            free_host_blocks=free[0] if host else 0,
+            num_disk_blocks=disk,
+            free_disk_blocks=free[host] if disk else 0,
             total_swaps=totals.swaps,
             total_recomputed_tokens=totals.recomputed_tokens,
             total_drafts=self.speculation.num_drafts,
             total_accepted_drafts=self.speculation.num_accepted,
             budget=self.planner.budget,
-            binding=self.boarding.binding if waiting else "",  # who waited may just have been aborted
+            binding=self.boarding.binding if self.waiting else "",  # who waited may just have been aborted
         )
 
     def check(self) -> None:
