@@ -23,21 +23,6 @@ CHAIRLIFT_INLINE f32x16 load_stored(const std::int8_t* p) { return load16_i8(p);
 
 CHAIRLIFT_INLINE int run_end(int position) { return (position + kLanes - 1) / kLanes; }
 
-// Of the keys and values of a tile, where they are stored as bytes.
-struct Scales {
-    bool used;
-    alignas(64) float keys[kMaxTile], values[kMaxTile];
-};
-
-CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
-                                  Scales& scales) {
-    for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
-        const std::size_t at = block + shape.head.scale_at(slot);
-        std::memcpy(scales.keys + i, unit.keys + at, count * sizeof(float));
-        std::memcpy(scales.values + i, unit.keys + shape.head.values() + at, count * sizeof(float));
-    });
-}
-
 // The parts of the scratch memory. dim = padded_dim; query = row * group + head.
 struct Work {
     float* keys;      // [dim][tile], widened
@@ -413,30 +398,25 @@ void attend_stored(const AttentionShape& shape, const AttentionUnit& unit, float
 }
 
 #ifndef CHAIRLIFT_TILE_PRODUCTS
-void attend_bf16(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
-    attend_stored<Bf16>(shape, unit, scratch);
-}
-
-std::size_t bf16_scratch(const AttentionShape& shape) { return vector_scratch(shape); }
-
-CHAIRLIFT_INLINE int bf16_tile(int head_dim) { return vector_tile(head_dim); }
+CHAIRLIFT_INLINE bool by_tiles(const KvHead&) { return false; }
+CHAIRLIFT_INLINE std::size_t scratch_of_tiles(const AttentionShape&) { return 0; }
+CHAIRLIFT_INLINE void attend_by_tiles(const AttentionShape&, const AttentionUnit&, float*) {}
 #endif
 
-int tile(const KvHead& head) {
-    return head.kv == KvType::bf16 ? bf16_tile(head.head_dim) : vector_tile(head.head_dim);
-}
+int tile(const KvHead& head) { return by_tiles(head) ? kMaxTile : vector_tile(head.head_dim); }
 
 void attend(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+    if (by_tiles(shape.head)) return attend_by_tiles(shape, unit, scratch);
     switch (shape.head.kv) {
         case KvType::f32: return attend_stored<float>(shape, unit, scratch);
         case KvType::f16: return attend_stored<std::uint16_t>(shape, unit, scratch);
-        case KvType::bf16: return attend_bf16(shape, unit, scratch);
+        case KvType::bf16: return attend_stored<Bf16>(shape, unit, scratch);
         case KvType::int8: return attend_stored<std::int8_t>(shape, unit, scratch);
     }
 }
 
 std::size_t scratch_floats(const AttentionShape& shape) {
-    return shape.head.kv == KvType::bf16 ? bf16_scratch(shape) : vector_scratch(shape);
+    return by_tiles(shape.head) ? scratch_of_tiles(shape) : vector_scratch(shape);
 }
 
 CHAIRLIFT_INLINE void narrow(f32x8 v, float, float* out) { store(out, v); }

@@ -1,6 +1,8 @@
 // What attention by vectors and by tiles (attention_tiles.h) have in common.
 #pragma once
 
+#include <cstring>
+
 #include "attention.h"
 #include "simd.h"
 
@@ -37,6 +39,21 @@ CHAIRLIFT_INLINE void for_pieces(const AttentionShape& shape, const AttentionUni
         count = rest < end - i ? rest : end - i;
         body(i, count, block_at(shape, unit, start + i), slot);
     }
+}
+
+// Of the keys and values of a tile, where they are stored as bytes.
+struct Scales {
+    bool used;
+    alignas(64) float keys[kMaxTile], values[kMaxTile];
+};
+
+CHAIRLIFT_INLINE void find_scales(const AttentionShape& shape, const AttentionUnit& unit, int start, int begin, int end,
+                                  Scales& scales) {
+    for_pieces(shape, unit, start, begin, end, [&](int i, int count, std::size_t block, int slot) {
+        const std::size_t at = block + shape.head.scale_at(slot);
+        std::memcpy(scales.keys + i, unit.keys + at, count * sizeof(float));
+        std::memcpy(scales.values + i, unit.keys + shape.head.values() + at, count * sizeof(float));
+    });
 }
 
 CHAIRLIFT_INLINE int last_position(const AttentionUnit& unit) { return unit.first_position + unit.rows - 1; }

@@ -1,4 +1,5 @@
-// Attention by tiles of bf16, for keys and values stored as such.
+// Attention by tiles of bf16, for keys and values stored as such, or as bytes, of which bf16 holds every one: their scales
+// are applied to the scores and to the weights.
 //
 // Queries and weights are split into the nearest bf16 and what is left, as another: 16 bits and more of them count,
 // twice what the cache keeps of keys and values, which need no splitting. A product is that of their high halves and that
@@ -202,7 +203,8 @@ struct TileWork {
     std::uint32_t* values;   // [column of numbers][step of positions], of the head at hand
     Right* columns_of_values;
     std::uint32_t* staged_keys;    // [column of positions][step of numbers], of the head at hand, where the cache has no
-    std::uint32_t* staged_values;  // [pair of positions][number]              whole vectors of them
+    std::uint32_t* staged_values;  // [pair of positions][number]              whole vectors of them, or bytes
+    Scales scales;           // of the head at hand, if it is used
     int steps, columns;      // of numbers
     int slots;               // of a head
     std::size_t floats;      // of all of it
@@ -218,6 +220,7 @@ CHAIRLIFT_INLINE TileWork divide_for_tiles(const AttentionShape& shape, float* s
     const std::size_t of_heads = std::size_t(shape.kv_heads) * ((shape.group + 15) / 16);
     const std::size_t queries = 16 * (of_rows > of_heads ? of_rows : of_heads);
     work.floats = 0;
+    work.scales.used = shape.head.kv == KvType::int8;
     const auto take = [&](std::size_t floats) CHAIRLIFT_ALWAYS {
         const std::size_t at = work.floats;
         work.floats += floats;
@@ -242,13 +245,13 @@ CHAIRLIFT_INLINE TileWork divide_for_tiles(const AttentionShape& shape, float* s
     return work;
 }
 
-std::size_t bf16_scratch(const AttentionShape& shape) { return divide_for_tiles(shape, nullptr).floats; }
+std::size_t scratch_of_tiles(const AttentionShape& shape) { return divide_for_tiles(shape, nullptr).floats; }
 
-CHAIRLIFT_INLINE int bf16_tile(int) { return kPositions; }
+// Whether vectors can be loaded from the cache as it is: all of sixteen positions in a block, and whole steps of numbers.
+CHAIRLIFT_INLINE bool whole(const KvHead& head) { return head.block_size % kLanes == 0 && head.head_dim % kStep == 0; }
 
-// Whether tiles can be loaded from the cache as it is: all of sixteen positions in a block, and whole steps of numbers.
-CHAIRLIFT_INLINE bool whole(const AttentionShape& shape) {
-    return shape.head.block_size % kLanes == 0 && shape.head.head_dim % kStep == 0;
+CHAIRLIFT_INLINE bool by_tiles(const KvHead& head) {
+    return head.kv == KvType::bf16 || (head.kv == KvType::int8 && head.head_dim % kStep == 0);
 }
 
 // The pairs of a block's keys and of its values.
@@ -259,16 +262,61 @@ CHAIRLIFT_INLINE const std::uint32_t* value_pairs(const AttentionShape& shape, c
     return reinterpret_cast<const std::uint32_t*>(block + shape.head.values() + shape.head.value_at(slot - slot % 2));
 }
 
+// Where sixteen positions of the tile, from `first` on, lie in the cache: all in one block, which some row sees.
+struct Sixteen {
+    const std::uint8_t* block;
+    int slot;
+};
+CHAIRLIFT_INLINE Sixteen sixteen_at(const AttentionShape& shape, const AttentionUnit& unit, const PositionTile& tile,
+                                    int first) {
+    const int position = tile.start + first;
+    return {unit.keys + block_at(shape, unit, position), position % shape.head.block_size};
+}
+
+// body(n, count, block, slot) for the pieces of these sixteen that some row sees: from the n-th on, all in one block.
+template <class Body>
+CHAIRLIFT_INLINE void for_seen(const AttentionShape& shape, const AttentionUnit& unit, const PositionTile& tile, int first,
+                               Body&& body) {
+    const int begin = first > tile.begin ? first : tile.begin, end = first + kLanes < tile.end ? first + kLanes : tile.end;
+    for_pieces(shape, unit, tile.start, begin, end, [&](int i, int count, std::size_t block, int slot) {
+        body(i - first, count, unit.keys + block, slot);
+    });
+}
+
+// Bytes of keys as pairs of bf16.
+CHAIRLIFT_INLINE void widen_keys(const AttentionShape& shape, const AttentionUnit& unit, TileWork& work) {
+    PositionTile& tile = work.tile;
+    const KvHead& head = shape.head;
+    auto* const staged = reinterpret_cast<std::int8_t*>(work.staged_values);  // [number][16]
+    std::uint32_t* out = work.staged_keys;
+    for (int first = tile.begin / kLanes * kLanes; first < tile.end; first += kLanes) {
+        const std::int8_t* number = staged;
+        std::size_t apart = kLanes;
+        if (whole(head)) {
+            const auto [block, slot] = sixteen_at(shape, unit, tile, first);
+            number = reinterpret_cast<const std::int8_t*>(block + head.key_at(0, slot));
+            apart = head.block_size;
+        } else {
+            for_seen(shape, unit, tile, first, [&](int n, int count, const std::uint8_t* block, int slot) {
+                for (int i = 0; i < head.head_dim; ++i)
+                    std::memcpy(staged + i * kLanes + n, block + head.key_at(i, slot), count);
+            });
+        }
+        tile.keys[first / kLanes] = {out, 64};
+        for (int i = 0; i < head.head_dim; i += 2, number += 2 * apart, out += kLanes)
+            store(out, load_pairs(number, number + apart));
+    }
+}
+
 // What is out of view may be anything: its scores are not used.
 CHAIRLIFT_INLINE void find_keys(const AttentionShape& shape, const AttentionUnit& unit, TileWork& work) {
     PositionTile& tile = work.tile;
     const int block_size = shape.head.block_size;
-    if (whole(shape)) {
+    if (work.scales.used) return widen_keys(shape, unit, work);
+    if (whole(shape.head)) {
         for (int column = tile.begin / kLanes; column * kLanes < tile.end; ++column) {
-            const int position = tile.start + column * kLanes;
-            const std::uint8_t* const block = unit.keys + block_at(shape, unit, position);
-            const std::uint32_t* const pairs = key_pairs(shape, block, position % block_size);
-            tile.keys[column] = {pairs, block_size * sizeof(*pairs)};
+            const auto [block, slot] = sixteen_at(shape, unit, tile, column * kLanes);
+            tile.keys[column] = {key_pairs(shape, block, slot), block_size * sizeof(std::uint32_t)};
         }
         return;
     }
@@ -301,19 +349,50 @@ CHAIRLIFT_INLINE void stage_values(const AttentionShape& shape, const AttentionU
     });
 }
 
-// False if some of them are not finite, where that matters: not all rows see the same of the tile.
+// Bytes of values as pairs of bf16.
+CHAIRLIFT_INLINE void widen_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work,
+                                   Ahead& ahead) {
+    const PositionTile& tile = work.tile;
+    const KvHead& head = shape.head;
+    auto* const staged = reinterpret_cast<std::int8_t*>(work.staged_values);  // [position][number]
+    for (int first = 0; first < tile.steps * kStep; first += kLanes) {
+        const bool seen = first < tile.end && first + kLanes > tile.begin;
+        const std::int8_t* value = staged;
+        if (seen && whole(head)) {
+            const auto [block, slot] = sixteen_at(shape, unit, tile, first);
+            value = reinterpret_cast<const std::int8_t*>(block + head.values() + head.value_at(slot));
+        } else if (seen) {
+            for_seen(shape, unit, tile, first, [&](int n, int count, const std::uint8_t* block, int slot) {
+                std::memcpy(staged + n * head.head_dim, block + head.values() + head.value_at(slot), count * head.head_dim);
+            });
+        }
+        std::uint32_t* out = work.values + first / 2 * kLanes;
+        for (int i = 0; i < kLanes; i += 2, value += 2 * head.head_dim, out += kLanes) {
+            ahead.ask<1>();
+            for (int number = 0; number < head.head_dim; number += kLanes)
+                store(out + number / kLanes * kSteps * kTile,
+                      seen ? load_pairs(value + number, value + head.head_dim + number) : no_pairs());
+        }
+    }
+}
+
+// False if some of them are not finite, where that matters: not all rows see the same of the tile. Bytes are finite.
 CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUnit& unit, const TileWork& work,
                                   Ahead& ahead) {
+    if (work.scales.used) {
+        widen_values(shape, unit, work, ahead);
+        return true;
+    }
     const PositionTile& tile = work.tile;
-    const bool in_cache = whole(shape);
+    const bool in_cache = whole(shape.head);
     if (!in_cache) stage_values(shape, unit, work);
     bool finite = true;
     for (int sixteen = 0; sixteen < tile.steps * kStep; sixteen += kLanes) {
         const bool seen = sixteen < tile.end && sixteen + kLanes > tile.begin;
         const std::uint32_t* pairs = work.staged_values + std::size_t(sixteen / 2) * work.steps * kStep;
         if (in_cache && seen) {
-            const int position = tile.start + sixteen;
-            pairs = value_pairs(shape, unit.keys + block_at(shape, unit, position), position % shape.head.block_size);
+            const auto [block, slot] = sixteen_at(shape, unit, tile, sixteen);
+            pairs = value_pairs(shape, block, slot);
         }
         const bool all = sixteen >= tile.begin && sixteen + kLanes <= tile.end;
         std::uint32_t* out = work.values + sixteen / 2 * kLanes;
@@ -330,6 +409,17 @@ CHAIRLIFT_INLINE bool pack_values(const AttentionShape& shape, const AttentionUn
         }
     }
     return finite;
+}
+
+// Of bytes. False if one of the values' is not finite, where that matters, as for pack_values().
+CHAIRLIFT_INLINE bool load_scales(const AttentionShape& shape, const AttentionUnit& unit, TileWork& work) {
+    if (!work.scales.used) return true;
+    const PositionTile& tile = work.tile;
+    work.scales = {true, {}, {}};  // 0 where no row sees them
+    find_scales(shape, unit, tile.start, tile.begin, tile.end, work.scales);
+    f32x16 sum = zero16();
+    for (int i = 0; i < kPositions; i += kLanes) sum = sum + load16(work.scales.values + i) * zero16();
+    return tile.same_view || !any_differs(sum, zero16());
 }
 
 // Scores of a slot and the tile's keys.
@@ -375,6 +465,8 @@ CHAIRLIFT_INLINE void weigh_sixteen(const AttentionShape& shape, const Attention
     float* const lanes = work.lanes;
     for (int r = 0; r < count; ++r) {
         float* const of_query = scores + r * kPositions;
+        if (work.scales.used)
+            for (int i = 0; i < seen; i += kLanes) store(of_query + i, load16(of_query + i) * load16(work.scales.keys + i));
         if (shape.softcap > 0.0f) {
             const f32x16 cap = broadcast16(shape.softcap), factor = cap * broadcast16(kLog2E);
             for (int i = 0; i < seen; i += kLanes) store(of_query + i, factor * tanh(load16(of_query + i) / cap));
@@ -401,7 +493,12 @@ CHAIRLIFT_INLINE void weigh_sixteen(const AttentionShape& shape, const Attention
             const f32x16 a = power_of_2(load16(of_query + step * kStep) - most);
             const f32x16 b = power_of_2(load16(of_query + step * kStep + kLanes) - most);
             bf16x32 high, low;
-            split(a, b, &high, &low);
+            if (work.scales.used) {
+                const float* const scales = work.scales.values + step * kStep;
+                split(a * load16(scales), b * load16(scales + kLanes), &high, &low);
+            } else {
+                split(a, b, &high, &low);
+            }
             store(weights + step * kTile + r * kLanes, high);
             store(weights + (kSteps + step) * kTile + r * kLanes, low);
             sum = step == 0 ? a + b : sum + (a + b);
@@ -494,6 +591,7 @@ CHAIRLIFT_INLINE bool add_tile(const TileRegisters& tiles, const AttentionShape&
             begin_scores(work, slot + 1, products.add());
         }
         if (slot >= 0 && slot < slots) {
+            if (begins_head(slot) && !load_scales(shape, head_of(slot), work)) return false;
             const int first = slot % work.slots * 16, left = queries - first;
             weigh_sixteen(shape, unit, work, slot, first, left < 16 ? left : 16, products);
         }
@@ -526,7 +624,7 @@ CHAIRLIFT_INLINE bool attend_together(const AttentionShape& shape, const Attenti
     return true;
 }
 
-void attend_bf16(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
+void attend_by_tiles(const AttentionShape& shape, const AttentionUnit& unit, float* scratch) {
     TileWork work = divide_for_tiles(shape, scratch);
     if (attend_together(shape, unit, work)) return;
     AttentionUnit one = unit;

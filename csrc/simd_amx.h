@@ -67,6 +67,12 @@ struct bf16x32 {
 CHAIRLIFT_INLINE void store(std::uint32_t* p, bf16x32 a) { _mm512_storeu_si512(p, a.v); }
 
 CHAIRLIFT_INLINE bf16x32 load_pairs(const std::uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+// Pairs of a number of `first` and one of `second`, sixteen of each.
+CHAIRLIFT_INLINE bf16x32 load_pairs(const std::int8_t* first, const std::int8_t* second) {
+    const auto bits = [](const std::int8_t* p) CHAIRLIFT_ALWAYS { return _mm512_castps_si512(load16_i8(p).v); };
+    // The lower halves of such floats are zeros.
+    return {_mm512_or_si512(_mm512_srli_epi32(bits(first), 16), bits(second))};
+}
 CHAIRLIFT_INLINE bf16x32 no_pairs() { return {_mm512_setzero_si512()}; }
 // Zeros instead of the first or the second of each pair, unless it is wanted.
 CHAIRLIFT_INLINE bf16x32 keep(bf16x32 a, bool first, bool second) {

@@ -16,12 +16,13 @@ from peers import machine, quality
 from peers.engines import ENGINES, THREADS, Context, Engine, Starter
 from peers.figures import measure
 from peers.install import Installer, Unavailable
+from peers.limit import ModelCosts, Work
 from peers.processes import Running
 from peers.results import Results, Row, Run
 from peers.workloads import Workload, all_workloads
 
 MODEL = "smollm2-135m"
-RESOLVE = "import sys; from chairlift import models; print(models.resolve(sys.argv[1]))"
+ABOUT_MODEL = Path(__file__).with_name("inside") / "model.py"
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -57,12 +58,15 @@ def main(description: str, arguments: Sequence[str] | None = None) -> None:
     engines = [ENGINES[name] for name in args.engines.split(",")]
     engines += [ENGINES[name].with_arguments(more) for name, _, more in (text.partition("=") for text in args.tries)]
     workloads = [all_workloads()[name].scaled(args.scale) for name in args.workloads.split(",")]
-    resolve = [args.chairlift_python, "-c", RESOLVE, args.model]
-    model = Path(subprocess.run(resolve, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
+    ask = [args.chairlift_python, str(ABOUT_MODEL), args.model]
+    about = json.loads(subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    model, costs = Path(about.pop("path")), ModelCosts(**about)
     cache = args.cache.expanduser()
     comparison = Comparison(
         Context(Installer(cache, model), model, args.chairlift_python), engines, workloads, cache / "logs", args.output
     )
+    arriving = [name for name in all_workloads() if name.startswith("W-rate")]
+    comparison.results.works = {w.name: Work.of(w, costs) for w in workloads if w.name not in arriving}
     comparison.results.setting = {
         "model": model.name,
         "date": datetime.date.today().isoformat(),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from peers.figures import FIGURES, Figure
+from peers.limit import Work
 
 CHAIRLIFT = "chairlift"  # the row that the targets are for
 
@@ -64,6 +65,7 @@ class Results:
         agreement: by engine, how its text compares.
         setting: of the whole comparison: date, machine, rounds, scale and the like.
         limits: of the machine, before and after.
+        works: by workload, what it cannot do without.
     """
 
     rows: list[Row]
@@ -73,6 +75,7 @@ class Results:
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     agreement: dict[str, str] = field(default_factory=dict)
     limits: list[dict[str, float] | str] = field(default_factory=list)
+    works: dict[str, Work] = field(default_factory=dict)
 
     def median(self, engine: str, figure: Figure) -> float | None:
         values = [
@@ -101,10 +104,23 @@ class Results:
         best, ratio = against([row for row in peers if row.exact])
         return Verdict(figure, medians, best, ratio, against(peers)[1])
 
+    def share_of_limit(self, workload: str) -> tuple[float, str] | None:
+        """The least time that the machine's limits leave, as a share of Chairlift's, and which limit that is.
+
+        None if either is not known, or if the workload waits for its requests' arrivals.
+        """
+        seconds = self.median(CHAIRLIFT, Figure(workload, "seconds", "s", lower=True, target=1.0))
+        limits = self._best_limits()
+        if seconds is None or not limits or workload not in self.works:
+            return None
+        least, limit = self.works[workload].least_seconds(limits)
+        return least / seconds, limit
+
     def as_json(self) -> dict[str, Any]:
         return {
             **self.setting,
             "limits": self.limits,
+            "works": {name: asdict(work) for name, work in self.works.items()},
             "engines": [
                 {"name": row.name, "setting": row.setting, "agreement": self.agreement.get(row.name)}
                 for row in self.rows
@@ -122,6 +138,7 @@ class Results:
                     "ratio_with_bf16": verdict.ratio_to_all,
                     "target": verdict.figure.target,
                     "met": verdict.met,
+                    "share_of_limit": list(self.share_of_limit(verdict.figure.workload) or ()),
                 }
                 for verdict in self.verdicts()
             ],
@@ -132,7 +149,7 @@ class Results:
         }
 
     def as_markdown(self) -> str:
-        head = ["", *(row.name for row in self.rows), "Chairlift to best", "with bf16", "target", ""]
+        head = ["", *(row.name for row in self.rows), "Chairlift to best", "with bf16", "target", "", "of the limit"]
         table = _aligned([head, *(self._cells(verdict) for verdict in self.verdicts())])
         engines = [f"- **{row.name}**: {self._about(row)}" for row in self.rows]
         return "\n".join([self._caption(), "", *table, "", *engines, "", self._limits()]) + "\n"
@@ -154,7 +171,9 @@ class Results:
         sign = "at most " if figure.as_share else "at least "
         met = {True: "met", False: "not met", None: "-"}[verdict.met]
         ratios = [_number(verdict.ratio), _number(verdict.ratio_to_all)]
-        return [f"{figure.workload}, {figure.title}", *values, *ratios, f"{sign}{figure.target:g}", met]
+        share = self.share_of_limit(figure.workload)
+        of_limit = "" if share is None else f"{share[1]} {share[0]:.0%}"
+        return [f"{figure.workload}, {figure.title}", *values, *ratios, f"{sign}{figure.target:g}", met, of_limit]
 
     def _about(self, row: Row) -> str:
         problems = [
@@ -164,12 +183,15 @@ class Results:
         ]
         return ". ".join(filter(None, [row.setting, self.agreement.get(row.name), *problems])) + "."
 
-    def _limits(self) -> str:
+    def _best_limits(self) -> dict[str, float]:
         """The better of those before and after: on a busy machine still too low."""
         found = [limits for limits in self.limits if isinstance(limits, dict)]
-        if not found:
+        return {name: max(limits[name] for limits in found) for name in found[0]} if found else {}
+
+    def _limits(self) -> str:
+        best = {name: value / 1e9 for name, value in self._best_limits().items()}
+        if not best:
             return f"Limits of the machine: {'; '.join(map(str, self.limits)) or 'not measured'}."
-        best = {name: max(limits[name] for limits in found) / 1e9 for name in found[0]}
         streaming = best.pop("stream", 0.0)
         arithmetic = ", ".join(f"{name} {value:.0f}" for name, value in best.items())
         return f"Limits of the machine: {arithmetic} G multiply-adds/s; reading memory {streaming:.1f} GB/s."

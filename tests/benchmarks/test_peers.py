@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peers import make_workload, quality
 from peers.client import Stream
-from peers.command import main
+from peers.command import ABOUT_MODEL, main
 from peers.engines import ENGINES
 from peers.figures import FIGURES, Answer, Figure, measure
 from peers.install import Installer, Unavailable
+from peers.limit import ModelCosts, Work
 from peers.results import Results, Row, Run
 from peers.workloads import FILE, Request, Workload, all_workloads
 
@@ -178,11 +181,41 @@ def test_the_table_shows_everything() -> None:
     text = found.as_markdown()
     (line,) = (line for line in text.splitlines() if line.startswith("| W-batch"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == ["W-batch, token/s", "250", "-", "**100**", "-", "-", "2.50", "2.50", "at least 2.2", "met"]
+    assert cells == ["W-batch, token/s", "250", "-", "**100**", "-", "-", "2.50", "2.50", "at least 2.2", "met", ""]
     assert "not measured: cannot be installed" in text and "8 of 8 texts whole" in text
     assert "vnni 200 G multiply-adds/s; reading memory 10.0 GB/s" in text
     assert found.as_json()["table"][0]["met"] is True
     assert found.as_json()["problems"] == [{"engine": "b", "workload": "", "reason": "cannot be installed"}]
+
+
+def test_what_a_workload_cannot_do_without() -> None:
+    model = ModelCosts(row_products=100, draw_products=10, weight_bytes=7)
+    alone = Workload("w", 4, (Request((1, 2, 3), 5),))
+    assert Work.of(alone, model) == Work(products=(3 + 5 - 1) * 100 + 5 * 10, bytes=5 * 7)
+    crowd = Workload("w", 2, tuple(Request((1,), 4) for _ in range(5)))  # 20 tokens, two a step
+    assert Work.of(crowd, model) == Work(products=5 * 4 * 100 + 20 * 10, bytes=10 * 7)
+
+
+@pytest.mark.parametrize(
+    ("work", "shown"),
+    [(Work(products=1000, bytes=90), "vpmaddubsw 50%"), (Work(products=100, bytes=150), "reading 75%")],
+)
+def test_the_limit_that_binds_is_shown(work: Work, shown: str) -> None:
+    found = results("W-prefill", chairlift=[20.0, 1.0, 20.0], a=[100.0])
+    found.limits = [{"int8": 50.0, "stream": 10.0}, {"int8": 100.0, "stream": 5.0}]
+    assert shown not in found.as_markdown()
+    found.works["W-prefill"] = work
+    assert shown in found.as_markdown()
+    assert found.as_json()["table"][0]["share_of_limit"] == list(found.share_of_limit("W-prefill") or ())
+
+
+def test_what_a_model_costs(smollm2_path: Path) -> None:
+    asked = [sys.executable, str(ABOUT_MODEL), str(smollm2_path)]
+    found = json.loads(subprocess.run(asked, check=True, stdout=subprocess.PIPE).stdout)
+    layers, head = 30 * (576 * (576 + 2 * 192 + 576) + 3 * 576 * 1536), 49152 * 576
+    assert (found["row_products"], found["draw_products"]) == (layers, head)
+    assert found["weight_bytes"] == layers // 32 * 20 + head // 32 * 34
+    assert Path(found["path"]).samefile(smollm2_path)
 
 
 # -- quality
