@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from peers.results import Results, Row, Run
 from peers.workloads import Workload, all_workloads
 
 MODEL = "smollm2-135m"
+REST_SECONDS = 10.0  # after an engine has ended: a virtual machine gives its memory back, which takes processors
 ABOUT_MODEL = Path(__file__).with_name("inside") / "model.py"
 
 
@@ -39,7 +41,12 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/chairlift-peers"), help="what the peers need")
     parser.add_argument("--model", default=MODEL, help="a GGUF file in Q4_1, or its name")
     parser.add_argument("--chairlift-python", default=sys.executable, help="the interpreter that has Chairlift")
-    parser.add_argument("--quiet-wait", type=float, default=15.0, help="seconds to wait at most for an idle machine")
+    parser.add_argument(
+        "--quiet-wait",
+        type=float,
+        default=15.0,
+        help="seconds to wait at most for an idle machine, and after an engine",
+    )
     parser.add_argument("--no-limits", action="store_true", help="do not measure the limits of the machine")
     args = parser.parse_args(arguments)
     for given, known in ((args.engines, ENGINES), (args.workloads, all_workloads())):
@@ -130,6 +137,7 @@ class Comparison:
                             self._measure(name, engine, workload, round_)
             except Exception as error:  # whatever it is, the other engines go on, and the table says so
                 self._problem(name, "", error)
+            time.sleep(min(REST_SECONDS, self._quiet_wait))
 
     def _check_quality(self, name: str, engine: Running) -> None:
         try:
