@@ -188,6 +188,24 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 picks a free one.")
     served_model_name: str | None = option(None, "Name of the model in the API. Default: the model's own name.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severity that is logged.")
+    on_crash: Literal["resume", "fail"] = option(
+        "resume",
+        "What becomes of open requests when the engine process ends unasked and is replaced. resume: they go on in the "
+        "next one, with the tokens they would have had; their clients see a pause. fail: they end with an error.",
+    )
+    watchdog_seconds: float = option(
+        60.0,
+        "An engine that has work and finishes no step for so long is stuck: its stacks are logged, it is replaced. "
+        "Must be longer than the longest step; less makes the pause shorter. SIGSTOP is seen sooner. 0: off.",
+    )
+    max_engine_restarts: int = option(
+        5,
+        "Engines in a row that may end with nothing done before the server gives up and exits. Raise it where requests "
+        "may wait through an outage, lower it where something else restarts the server; 0: the first end is the last.",
+    )
+
+    def __post_init__(self) -> None:
+        config_checks.check_server(self)
 
 
 def cache_dir() -> Path:

@@ -1,4 +1,5 @@
-"""What `EngineConfig` may hold: types, ranges, texts that have a form, and settings that contradict each other.
+"""What `EngineConfig` and `ServerConfig` may hold: types, ranges, texts that have a form, and settings that contradict
+each other.
 
 Every error is a `ConfigError` of one line that names the settings and something that works.
 """
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from chairlift.errors import ConfigError, show
 
 if TYPE_CHECKING:
-    from chairlift.config import EngineConfig
+    from chairlift.config import EngineConfig, ServerConfig
 
 # The greatest are beyond any sense, and small enough that no size computed from them leaves the C++ core's integers.
 _WHOLE = {  # from the first to the second
@@ -24,10 +25,12 @@ _WHOLE = {  # from the first to the second
     "seed": (0, 2**64 - 1),
     "max_preemptions": (0, 2**16),
     "num_speculative_tokens": (0, 64),
+    "max_engine_restarts": (0, 2**16),
 }
 _REAL = {  # from 0, which switches it off, to this
     "swap_space": 1e6,
     "weight_cache": 1e6,
+    "watchdog_seconds": 1e6,
     "max_batch_delay_ms": 1e5,
 }
 _REAL_ABOVE_0 = {  # above 0, at most this
@@ -48,13 +51,22 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(problem)
 
 
-def check_values(config: EngineConfig) -> None:
+def check_values(config: EngineConfig | ServerConfig) -> None:
     """Every field has the type it says, or is None where that is its default; numbers are in their range."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         wanted = _expected(name, hint, value)
         if wanted is not None and not (value is None and type(None) in get_args(hint)):
             raise ConfigError(f"{flag(name)} must be {wanted}, got {show(value)}")
+
+
+def check_server(config: ServerConfig) -> None:
+    """Raises ConfigError for a setting that cannot work, alone or with the others, or that would have no effect."""
+    check_values(config)
+    if config.on_crash != "resume" and not config.max_engine_restarts:
+        raise ConfigError(
+            "--on-crash fail has no effect with --max-engine-restarts 0: there is no next engine; drop one of them"
+        )
 
 
 def flag(name: str) -> str:

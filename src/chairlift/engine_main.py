@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from chairlift.runners.native import NativeRunner
 
 STEP_SHARE = 0.92  # of the target for the time between tokens: planning and what becomes of the tokens take the rest
+DUMP_SIGNAL = signal.SIGUSR1  # prints the stacks of all threads, whatever they do
 IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
 
 Recorder = Callable[[StepRecord], None]
@@ -171,6 +172,7 @@ Build = Callable[..., Engine]
 def main(build: Build = build_engine) -> int:
     """The process. Returns its exit code: 0 when told to stop, 1 when it cannot start or go on."""
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Ignored too: a service manager sends it to all processes of a service, and the parent drains its requests before
     # it stops the engine.
@@ -182,9 +184,9 @@ def main(build: Build = build_engine) -> int:
     log.setup(launch.log_level, "engine")
     context = zmq.Context()
     socket = _connect(context, launch)
-    _die_with(launch.parent_pid)
+    lifeline = Lifeline(launch.parent_pid)
     try:
-        _run(launch, socket, build)
+        _run(launch, socket, build, lifeline)
         return 0
     except ChairliftError as error:  # for a person: one line, no traceback
         socket.send(ipc.encode(ipc.Failed(launch.epoch, str(error))))
@@ -197,7 +199,7 @@ def main(build: Build = build_engine) -> int:
     return 1
 
 
-def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build) -> None:
+def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build, lifeline: Lifeline) -> None:
     def report(name: str, seconds: float | None) -> None:
         socket.send(ipc.encode(ipc.Phase(launch.epoch, name, seconds)))
 
@@ -205,6 +207,7 @@ def _run(launch: ipc.Launch, socket: zmq.Socket[bytes], build: Build) -> None:
     source = SocketSource(socket, launch.epoch)
     engine = build(launch.config, source, SocketSink(socket, launch.epoch), report=report)
     socket.send(ipc.encode(ipc.Ready(launch.epoch, engine.scheduler.capacity, _details(engine, launch.config))))
+    lifeline.engine = engine
     gc.freeze()  # what the start has made stays; no later collection looks at it again
     try:
         while not source.stopped:
@@ -240,23 +243,31 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], launch: ipc.Launch) -> zmq
     return socket
 
 
-def _die_with(parent_pid: int) -> None:
-    """Makes sure that this process does not outlive its parent.
+class Lifeline:
+    """The pipe from the parent, read in a thread of its own. A byte asks what the engine is doing, and the end of the
+    pipe says that the parent is gone: this process then ends at once.
 
     Linux kills the process with its parent (PR_SET_PDEATHSIG); elsewhere, and in the moment before that is set, the
-    end of the pipe from the parent does it.
+    pipe does it.
+
+    Attributes:
+        engine: of whom to tell, once there is one.
     """
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
-    def wait_for_end() -> None:
-        os.read(sys.stdin.fileno(), 1)  # the parent writes nothing more: this returns when it is gone
-        os._exit(1)
+    def __init__(self, parent_pid: int) -> None:
+        self.engine: Engine | None = None
+        if sys.platform == "linux":
+            set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(1)
+        threading.Thread(target=self._read, name="lifeline", daemon=True).start()
 
-    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+    def _read(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            for line in self.engine.describe() if self.engine else ():
+                _log.error("%s", line)
+        os._exit(1)
 
 
 if __name__ == "__main__":

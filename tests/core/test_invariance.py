@@ -35,10 +35,12 @@ from chairlift.core.ports import Abort, Add, Message, Report
 from chairlift.core.request import FinishReason, Request, SamplingParams
 from chairlift.core.scheduler import Scheduler, Settings
 from chairlift.core.shares import Shares
+from chairlift.server.journal import Entry
 from chairlift.sim.shadow import ShadowExecutor
 
 NUM_WORKLOADS = 2000
 CONFIGS_EACH = 3
+MOST_ENDS = 6  # of engines in a run: a beam search begins anew after each
 ORDERS = ("fcfs", "priority", "shortest-prefill", "longest-prefix", "deadline")
 WINDOWS = ((0,), (5,), (0, 3, 3), (0, 8, 1))
 Key = tuple[str, int]
@@ -129,6 +131,7 @@ class Config:
     drafts: int = 0  # most of a sequence in a step
     failing: float = 0.0  # of the steps
     damaged: float = 0.0  # of the blocks swapped in
+    ending: float = 0.0  # how often an engine ends, and another one goes on
 
     @property
     def reserves(self) -> bool:
@@ -137,7 +140,8 @@ class Config:
     @property
     def is_plain(self) -> bool:
         """Nobody makes room for another, and nothing goes wrong."""
-        return self.order != "priority" and not self.fair and not self.failing and not self.damaged
+        troubled = self.failing or self.damaged or self.ending
+        return self.order != "priority" and not self.fair and not troubled
 
 
 def draw_workload(rng: Random) -> Workload:
@@ -237,7 +241,9 @@ def draw_config(rng: Random, workload: Workload) -> Config:
         damaged=rng.choice((0.0, 0.3)),
     )
     drafts = rng.choice((0, 0, 2, 5))
-    return config if policy == "static" or admission == "peak" or config.depth > 1 else replace(config, drafts=drafts)
+    if policy != "static" and admission != "peak" and config.depth == 1:
+        config = replace(config, drafts=drafts)
+    return replace(config, ending=rng.choice((0.0, 0.0, 0.0, 0.1)))
 
 
 # -- one run
@@ -261,7 +267,10 @@ class News:
 class Client:
     """Source and sink of the engine. Time is the number of times the source was asked."""
 
-    def __init__(self, jobs: Sequence[Job], cancels: Sequence[Cancel], executor: ShadowExecutor) -> None:
+    scheduler: Scheduler
+    executor: ShadowExecutor
+
+    def __init__(self, jobs: Sequence[Job], cancels: Sequence[Cancel]) -> None:
         events: list[tuple[int, Message]] = [(job.step, Add(job.request())) for job in jobs]
         events += [(cancel.step, Abort(cancel.id, cancel.index)) for cancel in cancels if not cancel.in_flight]
         self.events = sorted(events, key=lambda event: event[0])
@@ -270,10 +279,10 @@ class Client:
             key: News(is_search=job.params.use_beam_search) for job in jobs for key in job.sequences
         }
         self.doomed: set[Key] = set()  # aborted while they lived
+        self.journal: dict[str, Entry] = {}
+        self._jobs = {job.id: job for job in jobs}
         self.coverage: Counter[str] = Counter()
         self.now = 0
-        self.scheduler: Scheduler | None = None
-        self._executor = executor
 
     def take(self, idle: bool, until: float | None = None) -> list[Message]:
         if idle and self.events:
@@ -283,7 +292,8 @@ class Client:
         self.now += 1
         for message in due:
             if isinstance(message, Add):
-                self._executor.expect(message.request)
+                self.journal[message.request.id] = Entry(self._jobs[message.request.id].request())
+                self.executor.expect(message.request)
             else:
                 self.note_abort(message)
         return due
@@ -291,6 +301,7 @@ class Client:
     def put(self, outputs: Sequence[Output], stats: StepStats) -> None:
         for output in outputs:
             news = self.news[output.request_id, output.index]
+            self.journal[output.request_id].feed(output)
             assert news.reason is None, f"{output} after the end"
             assert output.new_token_ids or output.prompt_logprobs or output.finish_reason, "an output without news"
             news.tokens += output.new_token_ids
@@ -306,7 +317,6 @@ class Client:
         raise AssertionError("nobody asked")
 
     def note_abort(self, abort: Abort) -> None:
-        assert self.scheduler is not None
         beams = {key[0] for key, news in self.news.items() if news.is_search}
         if abort.request_id in beams and abort.index is not None:
             return  # of a search nothing ends alone
@@ -360,26 +370,8 @@ def run(
         config.disk_blocks,
         workload.windows,
     )
-    executor = Interrupted(capacity, vocab_size=workload.vocab_size, stop_rate=workload.stop_rate)
-    scheduler = Scheduler(
-        capacity,
-        make_policy(config.policy, admission=config.admission, order=make_order(config.order)),
-        Settings(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.budget,
-            enable_prefix_caching=config.caching,
-            preemption_mode=config.mode,
-            max_preemptions=config.max_preemptions,
-            num_speculative_tokens=config.drafts,
-            check=True,
-        ),
-        shares=Shares() if config.fair else None,
-    )
-    executor.config, executor.rng = config, Random(len(jobs))
-    client = Client(jobs, cancels, executor)
-    client.scheduler = executor.scheduler = scheduler
-    executor.client = client
-    coverage = client.coverage
+    client = Client(jobs, cancels)
+    coverage, clock, rng = client.coverage, VirtualClock(), Random(len(jobs))
     finished_ids: list[str] = []
 
     def record(step: StepRecord) -> None:
@@ -394,21 +386,61 @@ def run(
             coverage["padding"] += item.discard and item.num_samples == 0
             coverage["held rows"] += item.discard and item.num_samples > 0
 
-    engine = Engine(scheduler, executor, client, client, VirtualClock(), record, depth=config.depth)
-    steps = 0
+    def begin() -> Engine:
+        """An engine that goes on with what is open."""
+        executor = Interrupted(capacity, vocab_size=workload.vocab_size, stop_rate=workload.stop_rate)
+        scheduler = Scheduler(
+            capacity,
+            make_policy(config.policy, admission=config.admission, order=make_order(config.order)),
+            Settings(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.budget,
+                enable_prefix_caching=config.caching,
+                preemption_mode=config.mode,
+                max_preemptions=config.max_preemptions,
+                num_speculative_tokens=config.drafts,
+                check=True,
+            ),
+            shares=Shares() if config.fair else None,
+        )
+        executor.config, executor.rng, executor.client, executor.scheduler = config, rng, client, scheduler
+        client.executor, client.scheduler = executor, scheduler
+        finished_ids.clear()
+        for id, index in client.doomed:  # an end of one sample may have waited for the fork
+            if client.news[id, index].reason is None:
+                client.put([Output(id, index, finish_reason=FinishReason.ABORT)], scheduler.stats())
+        for entry in client.journal.values():
+            for request in entry.requests():
+                executor.expect(request)
+                client.put(scheduler.add(request), scheduler.stats())
+                coverage["resumed sequences"] += request.num_output > 0
+        return Engine(scheduler, executor, client, client, clock, record, depth=config.depth)
+
+    def end() -> None:
+        stats = client.scheduler.stats()
+        coverage["preemptions"] += stats.total_preemptions
+        coverage["swaps"] += stats.total_swaps
+        coverage["drafts"] += stats.total_drafts
+        coverage["accepted drafts"] += stats.total_accepted_drafts
+
+    engine = begin()
+    steps = ends = 0
     while engine.step() or client.events:
         steps += 1
         assert steps <= most_steps(workload, config, jobs, cancels), "no progress"
+        assert len(set(finished_ids)) == len(finished_ids), "an end told twice to the runner"
+        if rng.random() < config.ending and ends < MOST_ENDS:
+            end()
+            engine = begin()
+            ends += 1
+    end()
+    scheduler = client.scheduler
     assert not scheduler.sequences.by_id and scheduler.boarding.slots_used == 0 and scheduler.waiting.num_preempted == 0
     assert scheduler.kv.reserved == 0 and scheduler.kv.pool.num_free == config.num_blocks, "leaked"
     assert all(tier.pool.num_free == tier.pool.num_blocks for tier in scheduler.kv.tiers), "leaked where it swaps to"
     scheduler.kv.check([])
-    assert len(set(finished_ids)) == len(finished_ids), "an end told twice to the runner"
     for key in client.doomed:
         assert client.news[key].reason in (FinishReason.ABORT, FinishReason.ERROR), f"{key} was aborted and went on"
-    stats = scheduler.stats()
-    coverage["preemptions"], coverage["swaps"] = stats.total_preemptions, stats.total_swaps
-    coverage["drafts"], coverage["accepted drafts"] = stats.total_drafts, stats.total_accepted_drafts
     return client.news, coverage
 
 
@@ -420,7 +452,7 @@ def most_steps(workload: Workload, config: Config, jobs: Sequence[Job], cancels:
     tokens = sum(job.params.width * (workload.max_len(job) - len(job.prompt)) for job in jobs)
     chunks = -(-workload.max_model_len // config.budget)
     bound = ((tokens + 2 * len(cancels)) * chunks + len(cancels)) * config.depth
-    return bound if config.is_plain else (10 if config.failing else 3) * bound + 100
+    return bound if config.is_plain else (10 if config.failing or config.ending else 3) * bound + 100
 
 
 def check_workload(seed: int) -> Counter[str]:
@@ -518,6 +550,7 @@ EVENTS = {
     "SWAP_IN": 300,
     "swaps": 100,
     "damaged blocks": 50,
+    "resumed sequences": 500,
     "drafts": 1000,
     "accepted drafts": 300,
     "beam searches": 500,

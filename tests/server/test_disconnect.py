@@ -78,9 +78,10 @@ def test_many_at_random_moments(start, until):
 
 
 class FakeEngine:
-    """Takes the place of an `EngineProcess`; remembers what it is told."""
+    """Takes the place of a `Supervisor`; remembers what it is told."""
 
     epoch = 0
+    was_stuck = False
 
     def __init__(self):
         self.sent = []

@@ -32,6 +32,11 @@ class FakeEngine:
         self.answers = True
         self.asked: list[str | None] = []
 
+    was_stuck = False
+
+    def give_up(self, fruitful):
+        return "it is the last"
+
     def send(self, message):
         if not isinstance(message, ipc.Inspect) or not self.answers:
             return

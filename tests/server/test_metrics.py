@@ -20,6 +20,7 @@ NAMES = {
     "step_seconds": "histogram",
     "step_tokens": "histogram",
     "engine_up": "gauge",
+    "engine_restarts_total": "counter",
     "requests_running": "gauge",
     "requests_waiting": "gauge",
     "requests_preempted": "gauge",
@@ -192,7 +193,7 @@ def test_not_ready_names_the_phase(toy):
     assert http.get("/ready").json()["phase"] == "tokenizer"
     service.tokenizer = toy.ToyTokenizer()
     assert http.get("/ready").status_code == 200
-    client._receive(ipc.Failed(0, "it broke"))
+    client._die("it broke")
     assert http.get("/health").status_code == http.get("/ready").status_code == 503
     assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
 

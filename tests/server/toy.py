@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from chairlift import engine_main
@@ -92,6 +92,8 @@ def build(config: EngineConfig, source: Any, sink: Any, *, report: Any) -> Engin
     report("toy weights", None)
     if config.model == "toy-broken":
         raise ModelError("the toy is broken; take another one")
+    if sink._epoch:
+        time.sleep(float(sys.argv[2]))
     report("toy weights", 0.01)
     executor = ToyExecutor(config, STEP_SECONDS[config.model])
     config = replace(config, max_num_batched_tokens=config.max_num_batched_tokens or 64, debug=True)
@@ -145,16 +147,20 @@ class ToyTokenizer:
 
 
 def serve(**settings: Any) -> None:
-    """The whole server on a free port, with the toy for a model, whose tokenizer takes ``tokenizer_seconds``."""
+    """The whole server on a free port, with the toy for a model, whose tokenizer takes ``tokenizer_seconds``, and each
+    engine but the first ``restart_seconds`` to start."""
     seconds = settings.pop("tokenizer_seconds", 0)
+    restart_seconds = settings.pop("restart_seconds", 0)
 
     def tokenizer() -> ToyTokenizer:
         time.sleep(seconds)
         return ToyTokenizer()
 
+    names = {field.name for field in fields(ServerConfig)}
+    server = {name: settings.pop(name) for name in list(settings) if name in names}
     config = EngineConfig(**{"model": "toy"} | settings)
-    command = [sys.executable, __file__, "engine"]
-    server_main.run(config, ServerConfig(port=0), tokenizer, command=command)
+    command = [sys.executable, __file__, "engine", str(restart_seconds)]
+    server_main.run(config, ServerConfig(port=0, **server), tokenizer, command=command)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class Engine:
         self._recorder = recorder
         self._depth = depth
         self._in_flight: deque[_Flight] = deque()
+        self._beginning: tuple[_Flight, ...] = ()  # the one that is being submitted, which may take as long as it does
         self._now = clock.now()
 
     def step(self) -> bool:
@@ -74,6 +75,21 @@ class Engine:
         if self._in_flight and (not begun or len(self._in_flight) == self._depth):
             self._finish_step()
         return True
+
+    def describe(self, most: int = 8) -> list[str]:
+        """The last steps and those in flight, a line each: ids and counts. For when a step is stuck, so any thread may
+        ask."""
+        lines = [f"step {step} was done: {who}" for step, who in self.flight_recorder.last(most)]
+        for flight in (*self._in_flight, *self._beginning):
+            parts = ", ".join(
+                f"{item.sequence.request_id}.{item.sequence.index} ({len(item.token_ids)} tokens from {item.start})"
+                for item in flight.plan.items
+            )
+            ops = f", after {len(flight.plan.block_ops)} block operations" if flight.plan.block_ops else ""
+            lines.append(
+                f"step {flight.plan.step_id} began {self._clock.now() - flight.started:.1f} s ago{ops}: {parts}"
+            )
+        return lines
 
     def close(self) -> None:
         """Keeps what can be kept for the next run, and closes the executor. Live requests get no answer."""
@@ -97,10 +113,12 @@ class Engine:
                     f"(policy {self.scheduler.policy!r})"
                 )
             return False
+        self._beginning = (_Flight(plan, None, started),)
         try:
             self._in_flight.append(_Flight(plan, self.executor.submit(plan), started))
         except StepFailed as failure:
-            self._recover(_Flight(plan, None, started), failure)
+            self._recover(self._beginning[0], failure)
+        self._beginning = ()
         return True
 
     def _finish_step(self) -> None:
@@ -145,7 +163,7 @@ class Engine:
             match message:
                 case Add(request):
                     try:
-                        self.scheduler.add(request, self._time())
+                        ended += self.scheduler.add(request, self._time())
                     except RequestRefused as refusal:
                         ended += [
                             Output(

@@ -78,6 +78,11 @@ class FlightRecorder:
             self._boarding_seconds = 0.9 * self._boarding_seconds + 0.1 * gap if self._boarding_seconds else gap
         self._last_boarding = time
 
+    def last(self, most: int) -> list[tuple[int, str]]:
+        """The last steps, and whom each computed. Any thread may ask."""
+        steps = list(self._steps)[-most:]
+        return [(step.step_id, ", ".join(f"{s.request_id}.{s.index}" for s in step.sequences)) for step in steps]
+
     # -- what lives
 
     def report(self, question: int, request_id: str | None, scheduler: Scheduler, now: float) -> Report:

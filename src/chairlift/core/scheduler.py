@@ -102,11 +102,19 @@ class Scheduler:
 
     # -- add, abort, expire
 
-    def add(self, request: Request, now: float = 0.0) -> None:
-        """Queues a request, or raises `RequestRefused` if it could never run here."""
+    def add(self, request: Request, now: float = 0.0) -> list[Output]:
+        """Queues a request, or raises `RequestRefused` if it could never run here.
+
+        One with more tokens than its prompt goes on where another engine stopped: each of its samples is added for
+        itself, as PREEMPTED, and draws what it would have drawn there. Returns its end if it had come to it already, as
+        a row that a static batch holds.
+        """
         self._refuse(request)
         limit, params = self._longest, request.params
         request.max_len = limit if params.max_tokens is None else min(limit, request.num_prompt + params.max_tokens)
+        if request.num_output and (reason := _end_of(request)):
+            stop = request.token_ids[-1] if reason is FinishReason.STOP else None
+            return [Output(request.id, request.index, finish_reason=reason, stop_token_id=stop)]
         needed = self._needed(request)
         if needed > self.boarding.room:
             raise RequestRefused(
@@ -119,7 +127,9 @@ class Scheduler:
         if not self.has_work:
             self._idle_since = now
         self._deadlines.watch(request, self.sequences.by_id)
-        self.sequences.begin(request, "queued", f"prompt of {request.num_prompt} tokens")
+        known = f", {request.num_output} drawn before" if request.num_output else ""
+        self.sequences.begin(request, "queued", f"prompt of {request.num_prompt} tokens{known}")
+        return []
 
     def _needed(self, request: Request) -> int:
         """Blocks without which a request cannot run to its end."""
@@ -131,7 +141,8 @@ class Scheduler:
     def _refuse(self, request: Request) -> None:
         """Raises `RequestRefused` for what can be told without looking at memory."""
         limit, slots = self._longest, self.settings.max_num_seqs
-        if request.id in self.sequences:
+        others = {index for live in self.sequences.of(request.id) for index in live.samples}
+        if others and (request.status is Status.WAITING or not others.isdisjoint(request.samples)):
             raise RequestRefused(f"a request with the id {request.id!r} is already here")
         if request.num_prompt < 1:
             raise RequestRefused("the prompt is empty; it must hold at least one token")
@@ -291,7 +302,7 @@ class Scheduler:
                 (request.id, request.index, tokens, None, logprobs, prompt_logprobs, cached, None, None, False, None)
             )
             if token in request.stop_ids or len(known) >= request.max_len:
-                outputs += self._finish_if_done(request, token, news)
+                outputs += self._finish_if_done(request, news)
             else:
                 outputs.append(news)
         outputs += self._retire_batch()
@@ -366,14 +377,11 @@ class Scheduler:
                 prompt_logprobs=prompt_logprobs if k == 0 else (),
                 num_cached_tokens=request.num_cached_tokens,
             )
-            outputs += self._finish_if_done(sequence, token, news)
+            outputs += self._finish_if_done(sequence, news)
         return outputs
 
-    def _finish_if_done(self, request: Request, token: int, news: Output) -> list[Output]:
-        if token in request.stop_ids:
-            request.finish_reason = FinishReason.STOP
-        elif len(request.token_ids) >= request.max_len:
-            request.finish_reason = FinishReason.LENGTH
+    def _finish_if_done(self, request: Request, news: Output) -> list[Output]:
+        request.finish_reason = _end_of(request)
         if request.finish_reason is None:
             return [news]
         if not self.policy.holds or self.failures.suspects:  # while some are tried alone, there is no batch
@@ -530,6 +538,13 @@ class Scheduler:
         for request in live:
             in_flight = request.num_planned != request.num_computed
             assert not in_flight or request in planned, f"{request.key}: planned, and in no plan"
+
+
+def _end_of(request: Request) -> FinishReason | None:
+    """The end that the tokens drawn so far have come to."""
+    if request.token_ids[-1] in request.stop_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.token_ids) >= request.max_len else None
 
 
 def _require_even_pace(policy: Policy) -> None:

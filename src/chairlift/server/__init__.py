@@ -3,9 +3,12 @@
 | module      | what it holds                                              |
 |-------------|------------------------------------------------------------|
 | main        | `run`: start, signals, end                                 |
-| supervisor  | the engine process: spawned, watched, ended                |
+| supervisor  | the engine process: spawned, watched, ended, followed      |
 | ipc         | the messages between the two processes                     |
 | client      | requests to the engine, and what comes back for each       |
+| journal     | what a live request has been given: it can be sent again   |
+| watchdog    | an engine that is stuck is ended                           |
+| recovery    | who is sent to the next engine, and who is to blame        |
 | service     | tokenising, limits, and the life of one generation         |
 | text        | from tokens to text: incremental decoding and stop strings |
 | choices     | which of a prompt's samples are returned                   |

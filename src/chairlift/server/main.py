@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # imported while the engine loads: see run()
     import uvicorn
 
     from chairlift.server.service import Service
+    from chairlift.server.watchdog import Watchdog
 
 DRAIN_SECONDS = 10.0  # for running requests after SIGTERM
 OBITUARY_SECONDS = 2.0  # for clients and probes to hear that the engine is dead, before this process ends too
@@ -51,12 +52,12 @@ def run(
     with suppress(_Ended), _ends_on_sigterm(), closing(_listen(server_config)) as listener:
         path = engine_config.pin_prefix
         prefix = None if path is None else read_prefix(path)
-        engine = supervisor.EngineProcess(engine_config, log_level=server_config.log_level, command=command)
+        engine = supervisor.Supervisor(engine_config, server_config, command)
         try:
             phases = [("interpreter", time.perf_counter() - begin)]
             tokenizer = _in_background(lambda: _load(tokenizer_factory))
-            service, server = _build(engine, engine_config, server_config, phases)
-            asyncio.run(_serve(service, server, listener, tokenizer, prefix, phases, begin))
+            service, server, watchdog = _build(engine, engine_config, server_config, phases)
+            asyncio.run(_serve(service, server, listener, tokenizer, prefix, phases, begin, watchdog))
         finally:
             _stop(engine)
     if any(thread.name == _BACKGROUND for thread in threading.enumerate()):
@@ -65,7 +66,7 @@ def run(
         os._exit(0)
 
 
-def _stop(engine: supervisor.EngineProcess) -> None:
+def _stop(engine: supervisor.Supervisor) -> None:
     """Another signal ends it at once."""
     try:
         with _ends_on_sigterm():  # the event loop has left the signals at their defaults
@@ -133,11 +134,11 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def _build(
-    engine: supervisor.EngineProcess,
+    engine: supervisor.Supervisor,
     engine_config: EngineConfig,
     server_config: ServerConfig,
     phases: list[tuple[str, float]],
-) -> tuple[Service, uvicorn.Server]:
+) -> tuple[Service, uvicorn.Server, Watchdog]:
     """The HTTP side. Its imports take a good part of a second, so they run while the engine loads."""
     begin = time.perf_counter()
     import uvicorn
@@ -147,6 +148,7 @@ def _build(
     from chairlift.server.metrics import Metrics
     from chairlift.server.preemptions import PreemptionLog
     from chairlift.server.service import Service
+    from chairlift.server.watchdog import Watchdog
 
     class Server(uvicorn.Server):
         """Signals are handled in _serve; uvicorn would raise them again at the end, past our own clean-up."""
@@ -161,7 +163,10 @@ def _build(
         metrics.step(stats)
         preemptions.step(stats)
 
-    client = EngineClient(engine, on_step)
+    def on_change() -> None:
+        metrics.restarted() if client.restarting else metrics.ready(client.capacity)
+
+    client = EngineClient(engine, on_step, on_change)
     service = Service(client, engine_config, _names(engine_config.model, server_config), metrics)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     config = uvicorn.Config(
@@ -174,7 +179,7 @@ def _build(
         timeout_graceful_shutdown=int(DRAIN_SECONDS) + 5,
     )
     phases.append(("HTTP imports", time.perf_counter() - begin))
-    return service, Server(config)
+    return service, Server(config), Watchdog(client, engine, server_config.watchdog_seconds)
 
 
 def _names(model: str, config: ServerConfig) -> list[str]:
@@ -191,6 +196,7 @@ async def _serve(
     prefix: str | None,
     phases: list[tuple[str, float]],
     begin: float,
+    watchdog: Watchdog,
 ) -> None:
     from chairlift.server.client import ShuttingDown
 
@@ -215,8 +221,10 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, end, False)
     address = "http://{}:{}".format(*_for_url(listener))
     client.start()
+    guard = asyncio.create_task(watchdog.run())
     watch = asyncio.create_task(_watch(service, server, tokenizer, prefix, phases, begin, address))
     await server.serve(sockets=[listener])
+    guard.cancel()
     watch.cancel()
     with suppress(asyncio.CancelledError):
         await watch  # raises what ended the server, if it was not a signal

@@ -60,6 +60,7 @@ class Metrics:
         self.step_tokens = histogram("step_tokens", "Tokens computed in one step.", _TOKENS)
 
         self.engine_up = gauge("engine_up", "1 while the engine is ready.")
+        self.restarts = counter("engine_restarts", "Engines that were started because another one had ended.")
         self.running = gauge("requests_running", "Sequences that are computed now.")
         self.waiting = gauge("requests_waiting", "Requests that never ran yet.")
         self.preempted = gauge("requests_preempted", "Sequences that wait again after a preemption.")
@@ -139,6 +140,11 @@ class Metrics:
                 free_disk_blocks=capacity.num_disk_blocks,
             )
         )
+
+    def restarted(self) -> None:
+        """The engine has ended, and another one is started."""
+        self.restarts.inc()
+        self.engine_gone()
 
     def engine_gone(self) -> None:
         """Nothing runs or waits any more, and the KV blocks went with the process."""

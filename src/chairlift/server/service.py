@@ -68,13 +68,15 @@ class Service:
             return str(self.client.failure)
         if self.client.ready is None:
             return self.client.phase
+        if self.client.restarting:
+            return f"replacing the engine: {self.client.phase}"
         return "tokenizer" if self.tokenizer is None else None
 
     def require_ready(self) -> tuple[Tokenizer, Capacity]:
-        """Raises NotReady, or ShuttingDown."""
+        """Raises NotReady, or ShuttingDown. While an engine is replaced requests are taken: the next one gets them."""
         if isinstance(self.client.failure, ShuttingDown):
             self.client.require_alive()
-        if self.phase is not None or self.tokenizer is None or self.client.ready is None:
+        if self.client.failure is not None or self.tokenizer is None or self.client.ready is None:
             raise NotReady(f"the server is not ready: {self.phase}")
         return self.tokenizer, self.client.ready.capacity
 

@@ -1,4 +1,5 @@
-"""The engine process as its parent sees it: spawned, spoken to, watched, ended. Nothing of it outlives the parent."""
+"""The engine process as its parent sees it: spawned, spoken to, watched, ended, and followed by another one. Nothing of
+it outlives the parent."""
 
 from __future__ import annotations
 
@@ -10,20 +11,26 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import zmq
 
 from chairlift import log
-from chairlift.config import EngineConfig
+from chairlift.config import EngineConfig, ServerConfig
 from chairlift.log import short_bytes
 from chairlift.server import ipc
 
 COMMAND = (sys.executable, "-P", "-m", "chairlift.engine_main")
 STOP_SECONDS = 5.0
+HEALTHY_SECONDS = 60.0  # an engine that was ready for so long did not end by its start
 SAVED_PER_SECOND = 100 * 10**6  # bytes of KV that even a slow disk takes
+
+OnMessage = Callable[[ipc.Message], None]
+OnExit = Callable[[int], None]
 
 _log = log.get("supervisor")
 
@@ -41,13 +48,14 @@ class EngineProcess:
         self, config: EngineConfig, *, epoch: int = 0, log_level: str = "info", command: Sequence[str] = COMMAND
     ) -> None:
         self.epoch = epoch
+        self.was_stuck = False  # `end` was called for that
         self._folder: str | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # never blocks: what is under way is bounded by the requests that are open
         self._socket.linger = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_message: Callable[[ipc.Message], None] = lambda message: None
+        self._on_message: OnMessage = lambda message: None
         self._listens = False  # to messages: it is past loading
         self._keeps_cache = config.disk_swap is not None
         self._to_save = 0  # bytes of KV, at most, that it writes to disk before it ends
@@ -69,7 +77,7 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def watch(self, on_message: Callable[[ipc.Message], None], on_exit: Callable[[int], None]) -> None:
+    def watch(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """From now on calls ``on_message`` with each message of the engine and, once, ``on_exit`` with its exit code
         (negative: the signal that killed it). Both are called in the running event loop."""
         self._loop = loop = asyncio.get_running_loop()
@@ -96,6 +104,31 @@ class EngineProcess:
             self._socket.send(ipc.encode(message), zmq.NOBLOCK)
         if self._loop is not None:
             self._loop.call_soon(self._drain)  # sending may have used up the edge that announced a message
+
+    def dump(self) -> None:
+        """Has the engine tell on stderr what it is doing: the stacks of its threads, and the steps in flight as far as
+        it can still tell them."""
+        with suppress(OSError):
+            os.kill(self.pid, signal.SIGUSR1)
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(b"d")
+            self._process.stdin.flush()
+
+    def end(self, stuck: bool) -> None:
+        """Kills the engine, and leaves it to `watch` to tell. ``stuck``: for something that it does itself."""
+        self.was_stuck = stuck
+        self._process.kill()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal holds it, as SIGSTOP does: then it can do nothing, not even tell."""
+        import psutil
+
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
     def stop(self, seconds: float = STOP_SECONDS) -> int:
         """Ends the engine: asks it to finish its step, and kills it if it has not within ``seconds`` and the time that
@@ -166,6 +199,74 @@ class EngineProcess:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+class Supervisor:
+    """The engines of a server, one after the other, each of the next epoch. Methods without a docstring are those of
+    the present `EngineProcess`."""
+
+    def __init__(self, config: EngineConfig, server_config: ServerConfig, command: Sequence[str] = COMMAND) -> None:
+        self.resumes = server_config.on_crash == "resume"  # whether what was open goes on in the next engine
+        self._most = server_config.max_engine_restarts
+        self._spawn = partial(EngineProcess, config, log_level=server_config.log_level, command=command)
+        self._engine = self._spawn(epoch=0)
+        self._since = time.monotonic()
+        self._fruitless = 0  # engines in a row that ended with nothing done
+        self._hooks: tuple[OnMessage, OnExit] | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._engine.epoch
+
+    @property
+    def pid(self) -> int:
+        return self._engine.pid
+
+    def watch(self, on_message: OnMessage, on_exit: OnExit) -> None:
+        """As `EngineProcess.watch`, for all that follow, too."""
+        self._hooks = on_message, on_exit
+        self._engine.watch(on_message, on_exit)
+
+    def give_up(self, fruitful: bool) -> str:
+        """The engine has ended. Says why none is to follow it; "" if one is."""
+        healthy = fruitful or time.monotonic() - self._since > HEALTHY_SECONDS
+        self._fruitless = 1 if healthy else self._fruitless + 1
+        if self._fruitless <= self._most:
+            return ""
+        if not self._most:
+            return "it is not replaced, by --max-engine-restarts 0"
+        return f"{self._fruitless} engines in a row got nothing done, and --max-engine-restarts is {self._most}"
+
+    def replace(self) -> None:
+        """Starts the next engine. The present one has ended, or ends now."""
+        assert self._hooks is not None
+        self._engine.kill()
+        self._engine = self._spawn(epoch=self._engine.epoch + 1)
+        self._since = time.monotonic()
+        self._engine.watch(*self._hooks)
+
+    def send(self, message: ipc.Message) -> None:
+        self._engine.send(message)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._engine.is_stopped
+
+    def dump(self) -> None:
+        self._engine.dump()
+
+    def end(self, stuck: bool) -> None:
+        self._engine.end(stuck)
+
+    @property
+    def was_stuck(self) -> bool:
+        return self._engine.was_stuck
+
+    def stop(self, seconds: float = STOP_SECONDS) -> int:
+        return self._engine.stop(seconds)
+
+    def kill(self) -> None:
+        self._engine.kill()
 
 
 def _spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -99,11 +99,14 @@ class ShadowExecutor:
         return self.capacity
 
     def expect(self, request: Request) -> None:
-        """Tells what a request is, before it is given to the scheduler."""
+        """Tells what a request is, before the scheduler gets it; of one that another engine began, each sample."""
         for undo in self._undo:  # of an earlier request with this id
             undo.drawn = [key for key in undo.drawn if key[0] != request.id]
         cells: list[tuple[int, int]] = []
         _extend(cells, request.token_ids)
+        if request.index and request.id in self._truths:
+            self._truths[request.id].samples[request.index] = cells
+            return
         self._truths[request.id] = _Truth(
             request.params,
             request.seed,
