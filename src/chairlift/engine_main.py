@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from chairlift.runners.native import NativeRunner
 
 STEP_SHARE = 0.92  # of the target for the time between tokens: planning and what becomes of the tokens take the rest
-DUMP_SIGNAL = signal.SIGUSR1  # prints the stacks of all threads, whatever they do
 IDLE_SECONDS = 0.1  # longest wait for a message when there is nothing to compute
 
 Recorder = Callable[[StepRecord], None]
@@ -172,7 +171,7 @@ Build = Callable[..., Engine]
 def main(build: Build = build_engine) -> int:
     """The process. Returns its exit code: 0 when told to stop, 1 when it cannot start or go on."""
     faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
+    faulthandler.register(ipc.DUMP_SIGNAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Ignored too: a service manager sends it to all processes of a service, and the parent drains its requests before
     # it stops the engine.

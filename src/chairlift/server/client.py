@@ -107,9 +107,8 @@ class EngineClient:
     Attributes:
         phase: what the engine is doing until it is ready, in words.
         phases: finished phases of its start, with their seconds.
-        ready: what the first one said when it became ready, or None. (The next ones are given the same memory.)
+        ready: what the engine, or the one before it, said when it became ready; None before the first was.
         restarting: an engine has ended, and the next one is not ready.
-        restarts: engines that followed another one.
         num_steps: how often an engine has told of a step.
         stats: the engine's state after its last step.
         failure: why no request can be answered any more, or None.
@@ -138,7 +137,6 @@ class EngineClient:
         self.phases: list[tuple[str, float]] = []
         self.ready: ipc.Ready | None = None
         self.restarting = False
-        self.restarts = 0
         self.num_steps = 0
         self.stats = StepStats()
         self.failure: ChairliftError | None = None
@@ -292,7 +290,6 @@ class EngineClient:
             self._fail_open(EngineDead(death))
         self._fail_questions(NotReady(f"{death}, and is being replaced"))
         self.restarting, self.phase = True, "replacing the engine"
-        self.restarts += 1
         self.stats = StepStats()
         self._on_change()
         self._supervisor.replace()

@@ -19,6 +19,8 @@ message that was under way when an engine died can never be taken for one of its
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from chairlift.config import EngineConfig
@@ -27,9 +29,13 @@ from chairlift.core.layout import most_held
 from chairlift.core.plan import Capacity, Output, StepStats
 from chairlift.core.request import Request
 
+DUMP_SIGNAL = signal.SIGUSR1
+"""Has an engine print the stacks of all its threads, whatever they do. A byte on its stdin asks for the steps, too."""
+
 
 class Launch(msgspec.Struct, frozen=True):
-    """The first line on an engine's stdin, as JSON. Later the pipe only says, by closing, that the parent is gone."""
+    """The first line on an engine's stdin, as JSON. Later each byte asks what it is doing, and the end of the pipe says
+    that the parent is gone."""
 
     endpoint: str
     epoch: int

@@ -26,7 +26,7 @@ from chairlift.server import ipc
 
 COMMAND = (sys.executable, "-P", "-m", "chairlift.engine_main")
 STOP_SECONDS = 5.0
-HEALTHY_SECONDS = 60.0  # an engine that was ready for so long did not end by its start
+HEALTHY_SECONDS = 60.0  # an engine that lived for so long did not end by its start
 SAVED_PER_SECOND = 100 * 10**6  # bytes of KV that even a slow disk takes
 
 OnMessage = Callable[[ipc.Message], None]
@@ -109,7 +109,7 @@ class EngineProcess:
         """Has the engine tell on stderr what it is doing: the stacks of its threads, and the steps in flight as far as
         it can still tell them."""
         with suppress(OSError):
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, ipc.DUMP_SIGNAL)
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
             self._process.stdin.write(b"d")
@@ -217,10 +217,6 @@ class Supervisor:
     @property
     def epoch(self) -> int:
         return self._engine.epoch
-
-    @property
-    def pid(self) -> int:
-        return self._engine.pid
 
     def watch(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """As `EngineProcess.watch`, for all that follow, too."""
